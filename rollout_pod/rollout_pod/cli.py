@@ -1,0 +1,204 @@
+"""The command line: ``rollout-pod serve | weights | ctl``."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rollout_pod.ctl import Ctl, CtlError, is_paused, is_settled_on
+from rollout_pod.local import default_run_dir
+from rollout_pod.logs import configure_logs
+from rollout_pod.protocol import (
+    ADMIN_PORT,
+    BASE_VERSION,
+    DATA_PORT,
+    StateDocument,
+    WeightsRef,
+    WeightsSource,
+)
+
+app = typer.Typer(
+    help="A vLLM server whose generation can be cut and continued, with live weight updates.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+ctl_app = typer.Typer(help="Drive a pod that no operator owns.", no_args_is_help=True)
+app.add_typer(ctl_app, name="ctl")
+
+_RUN_DIR = default_run_dir()
+_SHM_DIR = Path("/dev/shm")
+_ADMIN_URL = f"http://127.0.0.1:{ADMIN_PORT}"
+
+RunDir = Annotated[
+    Path, typer.Option(envvar="ROLLOUT_RUN_DIR", help="Sockets, documents and the local token.")
+]
+ShmDir = Annotated[Path, typer.Option(help="A shared-memory file system.")]
+HostMemory = Annotated[int, typer.Option(min=1 << 20, help="Bytes for versions in shared memory.")]
+Admin = Annotated[str, typer.Option(help="The admin port.")]
+Timeout = Annotated[float, typer.Option(min=0, help="Seconds to wait.")]
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """``host:port`` (``[v6]:port`` too)."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 <= int(port) < 1 << 16:
+        raise typer.BadParameter(f"{text!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="A model id or folder.")],
+    engine: Annotated[str, typer.Option(help="An engine by its entry-point name.")] = "vllm",
+    data_address: Annotated[str, typer.Option()] = f"127.0.0.1:{DATA_PORT}",
+    admin_address: Annotated[str, typer.Option()] = f"127.0.0.1:{ADMIN_PORT}",
+    run_dir: RunDir = _RUN_DIR,
+    shm_dir: ShmDir = _SHM_DIR,
+    host_memory: HostMemory = 8 << 30,
+    token_dir: Annotated[
+        Path | None, typer.Option(help="Holds 'token'; without it one is made in the run folder.")
+    ] = None,
+    desired_file: Annotated[Path | None, typer.Option(help="The first desired document.")] = None,
+    agent: Annotated[
+        Literal["spawn", "external"],
+        typer.Option(help="Whether the weights agent is a child or runs elsewhere (a sidecar)."),
+    ] = "spawn",
+    source: Annotated[
+        str | None,
+        typer.Option(help="Where 'ctl update VERSION' finds versions: a path with {version}."),
+    ] = None,
+    keep_state: Annotated[
+        bool | None,
+        typer.Option(help="Go on from the documents in the run folder (a restarted container)."),
+    ] = None,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds.")] = 30.0,
+    log_level: Annotated[Literal["DEBUG", "INFO", "WARNING"], typer.Option()] = "INFO",
+    engine_args: Annotated[
+        list[str] | None, typer.Argument(help="After '--': the engine's own arguments.")
+    ] = None,
+) -> None:
+    """Serve a model. SIGTERM drains."""
+    from rollout_pod.serve import ServeSettings, UnknownEngine, run_serve  # it imports the engines
+
+    configure_logs(level=log_level)
+    spawns = agent == "spawn"
+    settings = ServeSettings(
+        model=model,
+        engine=engine,
+        engine_args=tuple(engine_args or ()),
+        data_address=parse_address(data_address),
+        admin_address=parse_address(admin_address),
+        run_dir=run_dir,
+        shm_dir=shm_dir,
+        host_memory=host_memory,
+        token_dir=token_dir,
+        desired_file=desired_file,
+        source=source,
+        spawns_agent=spawns,
+        keeps_state=(not spawns) if keep_state is None else keep_state,
+        drain_timeout_s=drain_timeout,
+    )
+    try:
+        code = run_serve(settings)
+    except UnknownEngine as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
+@app.command()
+def weights(
+    run_dir: RunDir = _RUN_DIR,
+    shm_dir: ShmDir = _SHM_DIR,
+    host_memory: HostMemory = 8 << 30,
+) -> None:
+    """Run the weights agent: fetches versions into shared memory and sends them to the ranks."""
+    from rollout_pod.weights.agent import run_agent  # it imports torch
+
+    configure_logs()
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await run_agent(run_dir, shm_dir, host_memory, stop)
+
+    asyncio.run(run())
+
+
+@ctl_app.command()
+def state(run_dir: RunDir = _RUN_DIR, admin: Admin = f"http://127.0.0.1:{ADMIN_PORT}") -> None:
+    """Print the state document."""
+    with _pod(run_dir, admin) as pod:
+        _print(pod.state())
+
+
+@ctl_app.command()
+def pause(
+    run_dir: RunDir = _RUN_DIR,
+    admin: Admin = _ADMIN_URL,
+    timeout: Timeout = 60.0,
+) -> None:
+    """Cut every request; each caller gets its partial. Returns when the engine is idle."""
+    with _pod(run_dir, admin) as pod:
+        pod.change(lambda d: d.model_copy(update={"paused": True}))
+        _print(pod.wait(is_paused, timeout_s=timeout))
+
+
+@ctl_app.command()
+def resume(
+    run_dir: RunDir = _RUN_DIR,
+    admin: Admin = _ADMIN_URL,
+    timeout: Timeout = 60.0,
+) -> None:
+    """Serve again."""
+    with _pod(run_dir, admin) as pod:
+        pod.change(lambda d: d.model_copy(update={"paused": False}))
+        _print(pod.wait(lambda s: s.gate == "open", timeout_s=timeout))
+
+
+@ctl_app.command()
+def update(
+    version: Annotated[str, typer.Argument(help="'base' is the model's own checkpoint.")],
+    path: Annotated[
+        str | None, typer.Option(help="The version's folder; else what 'serve --source' says.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="The trainer's counter.")] = None,
+    run_dir: RunDir = _RUN_DIR,
+    admin: Admin = _ADMIN_URL,
+    timeout: Timeout = 600.0,
+) -> None:
+    """Load a version. Returns when every rank holds it and it is committed."""
+    ref = None
+    if version != BASE_VERSION:
+        template = path or _source_of(run_dir)
+        source = WeightsSource(path=os.path.abspath(template.replace("{version}", version)))
+        ref = WeightsRef(version=version, step=step, source=source)
+    with _pod(run_dir, admin) as pod:
+        pod.change(lambda d: d.model_copy(update={"weights": ref}))
+        _print(pod.wait(is_settled_on(version), timeout_s=timeout))
+
+
+def _source_of(run_dir: Path) -> str:
+    try:
+        return (run_dir / "source").read_text()
+    except FileNotFoundError:
+        raise CtlError("give --path, or start the pod with --source") from None
+
+
+def _pod(run_dir: Path, admin: str) -> Ctl:
+    return Ctl.of_run_dir(run_dir, admin)
+
+
+def _print(document: StateDocument) -> None:
+    typer.echo(document.model_dump_json(indent=2))
+
+
+def main() -> None:
+    """Entry point; a ``CtlError`` is one line and exit code 1."""
+    try:
+        app()
+    except CtlError as error:
+        typer.echo(f"rollout-pod: {error}", err=True)
+        raise SystemExit(1) from None

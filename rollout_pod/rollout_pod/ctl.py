@@ -1,0 +1,142 @@
+"""``rollout-pod ctl``: drives a pod that no operator owns, over its admin port."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from rollout_pod.protocol import (
+    LOCAL_OWNER,
+    DesiredDocument,
+    GateState,
+    Problem,
+    StateDocument,
+    UpdatePhase,
+)
+
+_ATTEMPTS = 10
+
+
+class CtlError(Exception):
+    """What went wrong, and what to do about it, in one line."""
+
+
+class Ctl:
+    """One pod's admin port."""
+
+    def __init__(
+        self, url: str, token: str, *, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        self._http = httpx.Client(
+            base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=70.0,
+            transport=transport,
+        )  # fmt: skip
+
+    @classmethod
+    def of_run_dir(cls, run_dir: Path, url: str) -> Self:
+        """The pod that ``rollout-pod serve`` runs from this folder."""
+        try:
+            token = (run_dir / "admin" / "token").read_text().strip()
+        except FileNotFoundError:
+            raise CtlError(f"no pod runs from {run_dir}: give its --run-dir") from None
+        return cls(url, token)
+
+    def __enter__(self) -> Self:
+        """Use as a context manager to close the connection."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        """Close the connection."""
+        self._http.close()
+
+    def state(self, *, after: StateDocument | None = None, timeout_s: float = 0.0) -> StateDocument:
+        """The state; with ``after`` as soon as there is a newer one."""
+        params = {"timeout": f"{timeout_s:g}"}
+        if after is not None:
+            params["after"] = f"{after.boot_id}:{after.revision}"
+        return StateDocument.model_validate(self._call("GET", "/admin/v1/state", params=params))
+
+    def change(self, edit: Callable[[DesiredDocument], DesiredDocument]) -> StateDocument:
+        """Read, edit and put the desired document; again if somebody else was quicker.
+
+        Raises:
+            CtlError: an operator owns the pod, or the pod refused.
+        """
+        for _ in range(_ATTEMPTS):
+            state = self.state()
+            if state.owner not in (None, LOCAL_OWNER):
+                raise CtlError(
+                    "an operator owns this pod: patch its RolloutReplica with kubectl instead"
+                )
+            current = DesiredDocument(owner=LOCAL_OWNER, generation=0)
+            if state.owner is not None:
+                current = DesiredDocument.model_validate(self._call("GET", "/admin/v1/desired"))
+            fresh = edit(current).model_copy(update={"generation": current.generation + 1})
+            answer = self._http.put(
+                "/admin/v1/desired",
+                content=fresh.model_dump_json(),
+                headers={
+                    "If-Match": f'"{state.boot_id}:{state.revision}"',
+                    "Content-Type": "application/json",
+                },
+            )
+            if answer.status_code != 412:
+                return StateDocument.model_validate(self._checked(answer))
+        raise CtlError(f"the pod's state changed {_ATTEMPTS} times meanwhile: try again")
+
+    def wait(self, done: Callable[[StateDocument], bool], *, timeout_s: float) -> StateDocument:
+        """Follow the state until ``done``.
+
+        Raises:
+            CtlError: the time was over before; says what the pod said last.
+        """
+        deadline = time.monotonic() + timeout_s
+        state = self.state()
+        while not done(state):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                message = state.update.message if state.update else ""
+                raise CtlError(
+                    f"not there after {timeout_s:g} s: phase {state.phase}, "
+                    f"weights {state.weight_version}. {message}"
+                )
+            state = self.state(after=state, timeout_s=min(30.0, remaining))
+        return state
+
+    def _call(self, method: str, path: str, *, params: dict[str, str] | None = None) -> object:
+        try:
+            return self._checked(self._http.request(method, path, params=params))
+        except httpx.TransportError as error:
+            raise CtlError(f"no pod answers at {self._http.base_url}: {error}") from error
+
+    def _checked(self, answer: httpx.Response) -> object:
+        if answer.is_success:
+            return answer.json()
+        try:
+            problem = Problem.model_validate_json(answer.content)
+        except ValueError:
+            raise CtlError(f"{answer.status_code}: {answer.text[:500]}") from None
+        raise CtlError(f"{problem.title}: {problem.detail}")
+
+
+def is_paused(state: StateDocument) -> bool:
+    """The gate is closed and nothing is left in the engine."""
+    return state.gate is GateState.CLOSED and state.unfinished == 0
+
+
+def is_settled_on(version: str) -> Callable[[StateDocument], bool]:
+    """Whether the pod holds ``version``; raises ``CtlError`` if it gave up on it."""
+
+    def done(state: StateDocument) -> bool:
+        update = state.update
+        if update and update.target == version and update.phase is UpdatePhase.REJECTED:
+            raise CtlError(f"{version} was rejected: {update.message}")
+        return state.weight_version == version
+
+    return done

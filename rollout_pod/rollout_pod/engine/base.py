@@ -1,0 +1,149 @@
+"""The Engine Protocol: all that the pod asks of an inference engine.
+
+An engine is picked by name from the entry-point group ``rollout_pod.engines``; each entry is a
+function ``create(settings: EngineSettings) -> Engine``. Nothing outside ``rollout_pod.engine``
+knows which engine runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollout_pod.protocol import EngineInfo
+
+
+class EngineError(Exception):
+    """The engine could not do what it was asked; it lives on."""
+
+
+class EngineDeadError(Exception):
+    """The engine is gone: only a restart of the container helps."""
+
+
+class EngineStartError(Exception):
+    """The engine did not start; the message is its last error line."""
+
+
+class InvalidSamplingParams(ValueError):
+    """Refused by the engine's own parameter class (or unknown to it)."""
+
+    def __init__(self, field: str | None, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is started with."""
+
+    model: str
+    args: Sequence[str] = ()
+    """The engine's own command line, as in ``spec.engineArgs``."""
+    run_dir: Path = Path("/run/rollout")
+    """Where the ranks bind their sockets: ``<run_dir>/ranks/rank-<global rank>.sock``."""
+    shm_dir: Path = Path("/dev/shm")
+    """Where the ranks attach shared segments."""
+    served_model_name: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One request, all values already checked."""
+
+    engine_id: str
+    """Unique in the life of the engine."""
+    prompt_token_ids: Sequence[int]
+    params: object
+    """Made by ``Engine.sampling_params``."""
+    cache_salt: str | None = None
+    session_id: str | None = None
+    priority: int = 0
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineOutput:
+    """The one, final output of a request: also of an aborted one, with its partial tokens."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """Of the sampled tokens, under the distribution that was sampled; as long as ``token_ids``."""
+    finish_reason: str
+    """``stop``, ``length``, ``abort``, ``error`` or ``repetition``."""
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank (global: data-parallel index x world + rank) says of a load."""
+
+    rank: int
+    host: str
+    ok: bool
+    version: str
+    tensors: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    touched: bool = True
+    """Whether the model was changed: a load that failed untouched poisons nothing."""
+
+
+class Engine(Protocol):
+    """An engine inside this process' reach. Every method may raise ``EngineDeadError``."""
+
+    async def start(self) -> EngineInfo:
+        """Start and load ``settings.model``; the ranks' receivers are bound when this returns.
+
+        Raises:
+            EngineStartError: with the engine's last error line.
+        """
+
+    def sampling_params(self, raw: Mapping[str, Any], *, max_tokens: int) -> object:
+        """Check ``raw`` (never changed) by the engine's own class and set the budget.
+
+        Raises:
+            InvalidSamplingParams: unknown name or refused value.
+        """
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """Run one request to its final output. Cancelling this coroutine loses the partial."""
+
+    async def abort(self, engine_id: str) -> None:
+        """Make ``generate`` of this request return its partial. Unknown ids are ignored."""
+
+    async def pause(self) -> None:
+        """Stop the scheduler, abort everything it knows of (each ``generate`` gets its partial)
+        and clear the prefix cache. May be called again; new requests are queued meanwhile."""
+
+    async def resume(self) -> None:
+        """Let the scheduler go on. Idempotent."""
+
+    async def load_weights(
+        self, session: str, *, version: str, flush: bool, timeout_s: float
+    ) -> tuple[RankReport, ...]:
+        """Let every rank take the buckets of ``session`` that its receiver was promised.
+
+        Only while paused. ``flush`` first clears what a failed load left. A rank that fails says
+        so in its report; the call returns within ``timeout_s`` (plus a second) whatever a sender does.
+        """
+
+    async def clear_caches(self) -> bool:
+        """Clear prefix, multimodal and encoder caches; False where one could not be cleared."""
+
+    async def publish_version(self, version: str) -> None:
+        """Tell the engine the name of what it now holds (for its own metrics and spans)."""
+
+    def rank_sockets(self) -> tuple[Path, ...]:
+        """The socket of every rank's receiver, ordered by global rank. Known after ``start``."""
+
+    def model_path(self) -> Path | None:
+        """The folder that ``base`` was loaded from; None where that is no local folder."""
+
+    def dead_error(self) -> str | None:
+        """Why the engine is dead; None while it lives. Cheap: asked by every probe."""
+
+    async def shutdown(self) -> None:
+        """End the engine and all its processes. Idempotent; never raises."""

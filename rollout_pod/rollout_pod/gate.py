@@ -1,0 +1,319 @@
+"""The gate: the one place where a request gets into the engine, and where it is held back.
+
+It wraps the engine's ``generate``, not HTTP: a request passes it and is handed to the engine in
+one turn of the event loop, so that nothing can slip through while it closes. Requests that find it
+closed are answered at once, or parked until it opens.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+
+from rollout_pod.engine.base import Engine, EngineError, EngineOutput, EngineRequest
+from rollout_pod.protocol import CancelReason, OnPause, WeightsRef
+
+_JOIN_S = 0.1
+"""How long the callers of one abort get to take their partials, before the abort is repeated:
+a request that was being handed over while the gate closed is queued by the paused engine."""
+
+_ABANDON_S = 60.0
+"""How long the engine may take to end a request whose caller has gone."""
+
+
+class NotReady(Exception):
+    """No version is committed: nothing may be served."""
+
+
+class Draining(Exception):
+    """The pod is on its way out."""
+
+
+class DuplicateRequest(Exception):
+    """A request with this id is alive."""
+
+
+class GateStayedClosed(Exception):
+    """A parked request's time is over."""
+
+
+class CancelTimeout(Exception):
+    """The engine did not let go of its requests in time."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What was in force when a request passed the gate. It stays so for the request's life: an
+    update cuts every request before the weights change.
+    """
+
+    weights: WeightsRef
+    generation: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The engine's final output, with the reason if it was cut."""
+
+    output: EngineOutput
+    admission: Admission
+    cancel_reason: CancelReason | None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The gate was closed; the engine never saw the request."""
+
+    generation: int
+
+
+@dataclass
+class _Live:
+    engine_id: str
+    task: asyncio.Task[EngineOutput]
+    admission: Admission
+    cancel_reason: CancelReason | None = None
+
+
+@dataclass(frozen=True)
+class CancelCounts:
+    """What one ``cancel`` did."""
+
+    aborted: int
+    finished: int
+    """Ended by themselves while the cancel went on."""
+    tokens_returned: int
+    """Of the aborted ones."""
+    seconds: float
+
+
+@dataclass
+class _Tally:
+    aborted: int = 0
+    finished: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Gate:
+    """Closed until the supervisor opens it. All methods run on the event loop's thread."""
+
+    engine: Engine
+    weights: WeightsRef | None = None
+    """The committed version; None makes every request fail with ``NotReady``."""
+    generation: int = 0
+    """Of the desired document in force."""
+    is_open: bool = False
+    closed_for: CancelReason | None = None
+    is_draining: bool = False
+    _live: dict[str, _Live] = field(default_factory=dict)
+    _parked: set[str] = field(default_factory=set)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _serial: int = 0
+    _tally: _Tally = field(default_factory=_Tally)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that the engine has and whose callers have no answer yet."""
+        return len(self._live)
+
+    @property
+    def parked(self) -> int:
+        """Requests that wait for the gate to open."""
+        return len(self._parked)
+
+    async def generate(
+        self,
+        request_id: str,
+        make: Callable[[str], EngineRequest],
+        *,
+        on_pause: OnPause,
+        timeout_s: float,
+        gone: Callable[[], Coroutine[None, None, None]] | None = None,
+    ) -> Finished | Refused:
+        """Pass the gate and run the request that ``make(engine_id)`` gives to its final output.
+
+        ``gone`` returns when the caller has gone: its request is aborted in the engine, and
+        nothing of it stays behind.
+
+        Raises:
+            NotReady: no version is committed.
+            Draining: the pod ends.
+            DuplicateRequest: the id is alive, here or parked.
+            GateStayedClosed: parked for longer than ``timeout_s``.
+        """
+        if request_id in self._live or request_id in self._parked:
+            raise DuplicateRequest(request_id)
+        if not self._is_passable() and on_pause is OnPause.RETURN:
+            return Refused(self.generation)
+        watcher = asyncio.create_task(gone()) if gone else None
+        deadline = time.monotonic() + timeout_s
+        self._parked.add(request_id)
+        try:
+            while not self._is_passable():
+                await self._wait_for_change(deadline, watcher)
+            live = self._admit(request_id, make)  # STRICTLY in the turn of the check above
+            return await self._finish(live, watcher)
+        finally:
+            # out of the registries before anything is awaited: ``cancel`` looks at them
+            self._parked.discard(request_id)
+            self._live.pop(request_id, None)
+            if watcher:
+                watcher.cancel()
+                await asyncio.gather(watcher, return_exceptions=True)
+
+    def check_ready(self) -> None:
+        """Raise ``Draining`` or ``NotReady`` if nothing can be served, not even by waiting."""
+        self._is_passable()
+
+    def open(self, weights: WeightsRef, generation: int) -> None:
+        """Let requests pass, and wake the parked ones."""
+        self.weights = weights
+        self.generation = generation
+        self.is_open = True
+        self.closed_for = None
+        self._wake()
+
+    def close(self, reason: CancelReason) -> None:
+        """Let nothing pass from this moment on."""
+        self.is_open = False
+        self.closed_for = reason
+        self._wake()
+
+    def unpublish(self) -> None:
+        """No version may be served: parked and new requests fail with ``NotReady``."""
+        self.weights = None
+        self._wake()
+
+    def drain(self) -> None:
+        """Refuse everything new; what is in flight goes on."""
+        self.is_draining = True
+        self._wake()
+
+    async def cancel_one(self, request_id: str) -> bool:
+        """Cut one request; its caller gets the partial. False if it is not alive."""
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        live.cancel_reason = live.cancel_reason or CancelReason.CANCELLED
+        await self.engine.abort(live.engine_id)
+        return True
+
+    async def cancel(self, *, timeout_s: float) -> CancelCounts:
+        """Pause the engine, cut all that it holds, and return when every caller has its partial.
+
+        Only behind a closed gate. The pause is repeated until nothing is left.
+
+        Raises:
+            CancelTimeout: something was left after ``timeout_s``.
+        """
+        if self.is_open:
+            raise RuntimeError("cancel behind an open gate: close it first")
+        started = time.monotonic()
+        deadline = started + timeout_s
+        self._tally = _Tally()
+        reason = self.closed_for or CancelReason.PAUSED
+        while True:
+            for live in self._live.values():
+                live.cancel_reason = live.cancel_reason or reason
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise CancelTimeout(
+                    f"{len(self._live)} requests were left after {timeout_s:g} s of aborting"
+                )
+            try:
+                async with asyncio.timeout(remaining):
+                    await self.engine.pause()
+            except TimeoutError:
+                raise CancelTimeout(f"the engine did not pause within {timeout_s:g} s") from None
+            if await self.wait_idle(timeout_s=min(_JOIN_S, max(0.0, deadline - time.monotonic()))):
+                return CancelCounts(
+                    aborted=self._tally.aborted,
+                    finished=self._tally.finished,
+                    tokens_returned=self._tally.tokens,
+                    seconds=time.monotonic() - started,
+                )
+
+    async def wait_idle(self, *, timeout_s: float) -> bool:
+        """Wait until nothing is in flight; False when the time is over before."""
+        deadline = time.monotonic() + timeout_s
+        while self._live:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return False
+            tasks = [live.task for live in self._live.values()]
+            await asyncio.wait(tasks, timeout=remaining)
+            await asyncio.sleep(0)  # the callers of finished tasks leave the registry in this turn
+        return True
+
+    def _is_passable(self) -> bool:
+        if self.is_draining:
+            raise Draining
+        if self.weights is None:
+            raise NotReady
+        return self.is_open
+
+    def _admit(self, request_id: str, make: Callable[[str], EngineRequest]) -> _Live:
+        """Gate check, registration and hand-over, with no await between them."""
+        if self.weights is None or not self.is_open:
+            raise RuntimeError("admission behind a closed gate")
+        self._serial += 1
+        engine_id = f"{request_id}#{self._serial}"
+        task = asyncio.get_running_loop().create_task(
+            self.engine.generate(make(engine_id)), name=f"generate {engine_id}"
+        )
+        live = _Live(engine_id, task, Admission(self.weights, self.generation))
+        self._live[request_id] = live
+        return live
+
+    async def _finish(self, live: _Live, watcher: asyncio.Task[None] | None) -> Finished:
+        """Read the final output whatever happens to the caller: an engine request is ended by
+        ``abort`` only, never by cancelling the task that reads it.
+        """
+        waits: set[asyncio.Task[EngineOutput] | asyncio.Task[None]] = {live.task}
+        if watcher:
+            waits.add(watcher)
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self._abandon(live)
+            raise
+        if not live.task.done():
+            await self._abandon(live)
+        output = live.task.result()
+        reason = None
+        if output.finish_reason == "abort":
+            reason = live.cancel_reason or CancelReason.CANCELLED
+            self._tally.aborted += 1
+            self._tally.tokens += len(output.token_ids)
+        else:
+            self._tally.finished += 1
+        return Finished(output, live.admission, reason)
+
+    async def _abandon(self, live: _Live) -> None:
+        """Nobody waits for this request any more: end it in the engine and read what it had."""
+        live.cancel_reason = live.cancel_reason or CancelReason.CANCELLED
+        await self.engine.abort(live.engine_id)
+        done, _ = await asyncio.wait({live.task}, timeout=_ABANDON_S)
+        if not done:
+            raise EngineError(f"the engine did not end {live.engine_id} within {_ABANDON_S:g} s")
+
+    async def _wait_for_change(self, deadline: float, watcher: asyncio.Task[None] | None) -> None:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or (watcher and watcher.done()):
+            raise GateStayedClosed
+        change = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait(
+                {change, watcher} if watcher else {change},
+                timeout=remaining,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            change.cancel()
+            await asyncio.gather(change, return_exceptions=True)
+
+    def _wake(self) -> None:
+        """Wake every parked request: each looks for itself what changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()

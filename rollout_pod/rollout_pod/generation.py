@@ -1,0 +1,145 @@
+"""Partial generation: one HTTP request's tokens, with what a caller needs to go on from them.
+
+What verl's ``generate_for_partial`` does, with the budget counted over all attempts, parameters
+never changed in place, and ``is_cancel`` decided by the engine's finish reason.
+"""
+
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_pod.engine.base import Engine, EngineOutput, EngineRequest, InvalidSamplingParams
+from rollout_pod.gate import Gate, Refused
+from rollout_pod.protocol import (
+    CancelReason,
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    WeightVersionSpan,
+)
+
+
+class PromptTooLong(Exception):
+    """The prompt leaves no room for a token."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens this attempt may generate."""
+
+    tokens: int
+    params: Mapping[str, Any]
+    """The caller's parameters without ``max_tokens``, corrected for what was generated before."""
+
+
+def make_budget(request: GenerateRequest, *, max_model_len: int) -> Budget:
+    """Count the budget: ``max_tokens`` is that of the whole rollout, and the model has room for
+    ``max_model_len`` tokens, prompt included.
+
+    Raises:
+        PromptTooLong: the prompt alone fills the model.
+        InvalidSamplingParams: ``max_tokens`` is not a positive integer.
+    """
+    params = dict(request.sampling_params)
+    prompt, generated = len(request.prompt_token_ids), len(request.generated_token_ids)
+    if prompt >= max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {prompt} tokens; the model has room for {max_model_len}, "
+            "one of them for the answer"
+        )
+    room = max_model_len - prompt - generated
+    total = params.pop("max_tokens", None)
+    if total is not None and (isinstance(total, bool) or not isinstance(total, int) or total < 1):
+        raise InvalidSamplingParams(
+            "max_tokens", f"must be an integer of at least 1, not {total!r}"
+        )
+    tokens = room if total is None else min(total - generated, room)
+    min_tokens = params.get("min_tokens")
+    if isinstance(min_tokens, int) and generated:
+        # the engine takes earlier output for prompt and would count from zero again
+        params["min_tokens"] = max(0, min(min_tokens - generated, tokens))
+    return Budget(max(0, tokens), params)
+
+
+class Generation:
+    """``POST /v1/rollout/generate`` without HTTP."""
+
+    def __init__(self, engine: Engine, gate: Gate, *, max_model_len: Callable[[], int]) -> None:
+        self._engine = engine
+        self._gate = gate
+        self._max_model_len = max_model_len
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        gone: Callable[[], Coroutine[None, None, None]] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> GenerateResponse:
+        """Run one attempt. Raises what ``Gate.generate`` and ``make_budget`` raise, and the
+        engine's errors.
+        """
+        self._gate.check_ready()
+        budget = make_budget(request, max_model_len=self._max_model_len())
+        if budget.tokens == 0:
+            return self._answer(request, EngineOutput((), (), FinishReason.LENGTH))
+        params = self._engine.sampling_params(budget.params, max_tokens=budget.tokens)
+
+        def make(engine_id: str) -> EngineRequest:
+            return EngineRequest(
+                engine_id=engine_id,
+                prompt_token_ids=[*request.prompt_token_ids, *request.generated_token_ids],
+                params=params,
+                cache_salt=request.cache_salt,
+                session_id=request.session_id,
+                priority=request.priority,
+                trace_headers=trace_headers or {},
+            )
+
+        outcome = await self._gate.generate(
+            request.request_id,
+            make,
+            on_pause=request.on_pause,
+            timeout_s=request.timeout_s,
+            gone=gone,
+        )
+        if isinstance(outcome, Refused):
+            output = EngineOutput((), (), FinishReason.ABORT)
+            return self._answer(request, output, cancel_reason=CancelReason.REFUSED)
+        output, weights = outcome.output, outcome.admission.weights
+        n = len(output.token_ids)
+        if len(output.log_probs) != n:
+            raise AssertionError(f"{n} tokens with {len(output.log_probs)} log-probs")
+        # an update cuts every request before the weights change: one version an answer
+        spans = [WeightVersionSpan(version=weights.version, step=weights.step, start=0, end=n)]
+        return self._answer(
+            request,
+            output,
+            cancel_reason=outcome.cancel_reason,
+            spans=spans if n else [],
+            generation=outcome.admission.generation,
+        )
+
+    def _answer(
+        self,
+        request: GenerateRequest,
+        output: EngineOutput,
+        *,
+        cancel_reason: CancelReason | None = None,
+        spans: list[WeightVersionSpan] | None = None,
+        generation: int | None = None,
+    ) -> GenerateResponse:
+        finish_reason = FinishReason(output.finish_reason)
+        return GenerateResponse(
+            request_id=request.request_id,
+            token_ids=list(output.token_ids),
+            log_probs=list(output.log_probs),
+            is_cancel=finish_reason is FinishReason.ABORT,
+            finish_reason=finish_reason,
+            stop_reason=output.stop_reason,
+            cancel_reason=cancel_reason,
+            weight_versions=spans or [],
+            attempt=request.attempt,
+            generation=self._gate.generation if generation is None else generation,
+            num_cached_tokens=output.num_cached_tokens,
+        )

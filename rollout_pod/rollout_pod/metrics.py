@@ -1,0 +1,71 @@
+"""The pod's own metrics, beside those of the engine."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rollout_pod.gate import CancelCounts
+from rollout_pod.protocol import UpdatePhase, UpdateState
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class PodMetrics:
+    """A registry of its own: several pods may live in one test process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self._gate = Gauge("rollout_gate_open", "1 while requests pass", registry=r)
+        self._unfinished = Gauge("rollout_unfinished", "Requests in the engine", registry=r)
+        self._parked = Gauge("rollout_parked", "Requests that wait for the gate", registry=r)
+        self._requests = Counter(
+            "rollout_requests", "Answered generate requests", ["result"], registry=r
+        )
+        self._tokens = Counter("rollout_generated_tokens", "Tokens returned", ["cut"], registry=r)
+        self._cancels = Counter("rollout_cancels", "Cancels of all requests", registry=r)
+        self._cancel_tokens = Counter(
+            "rollout_cancel_returned_tokens", "Tokens that cancels returned", registry=r
+        )
+        self._cancel_seconds = Histogram(
+            "rollout_cancel_seconds", "Until every caller had its partial", registry=r,
+            buckets=_SECONDS,
+        )  # fmt: skip
+        self._updates = Counter(
+            "rollout_weight_updates", "Weight updates that ended", ["result"], registry=r
+        )
+        self._update_seconds = Histogram(
+            "rollout_weight_update_seconds", "By step", ["step"], registry=r, buckets=_SECONDS
+        )
+
+    def watch(
+        self, *, gate_open: Callable[[], bool], unfinished: Callable[[], int],
+        parked: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """Read these when they are scraped."""
+        self._gate.set_function(lambda: float(gate_open()))
+        self._unfinished.set_function(unfinished)
+        self._parked.set_function(parked)
+
+    def answered(self, result: str, *, tokens: int = 0, cut: bool = False) -> None:
+        """One generate request was answered: a finish reason, ``refused`` or a problem code."""
+        self._requests.labels(result).inc()
+        self._tokens.labels(str(cut).lower()).inc(tokens)
+
+    def cancelled(self, counts: CancelCounts) -> None:
+        """All requests were cut."""
+        self._cancels.inc()
+        self._cancel_tokens.inc(counts.tokens_returned)
+        self._cancel_seconds.observe(counts.seconds)
+
+    def updated(self, update: UpdateState) -> None:
+        """An update ended."""
+        self._updates.labels(update.phase.lower()).inc()
+        if update.phase is UpdatePhase.COMMITTED:
+            for step, seconds in update.seconds:
+                if seconds is not None:
+                    self._update_seconds.labels(step).observe(seconds)
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)

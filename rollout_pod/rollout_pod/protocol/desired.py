@@ -1,0 +1,69 @@
+"""The desired document: all that is asked of a pod, in one JSON object (DESIGN section 2)."""
+
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+BASE_VERSION: Final = "base"
+"""The name of the model's own checkpoint."""
+
+LOCAL_OWNER: Final = "local"
+"""The owner of a pod that no operator steers."""
+
+
+class _Document(BaseModel):
+    # Unknown fields are ignored, so that pods and operator may differ by a version.
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class WeightsSource(_Document):
+    """Where the weights of a version lie: for now a folder of safetensors files."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class WeightsRef(_Document):
+    """One version and where to get it.
+
+    ``version`` is opaque and is what two references are compared by when weights are loaded;
+    ``step`` is the trainer's own counter, the only thing that is ever ordered.
+    """
+
+    version: Annotated[str, Field(min_length=1, max_length=253)]
+    step: Annotated[int | None, Field(ge=0)] = None
+    source: WeightsSource | None = None
+    """None only for ``base``, the model's own checkpoint."""
+
+    @model_validator(mode="after")
+    def _only_base_has_no_source(self) -> Self:
+        if (self.source is None) != (self.version == BASE_VERSION):
+            raise ValueError(
+                f"version {self.version!r}: every version but {BASE_VERSION!r} needs a source, "
+                f"and {BASE_VERSION!r} (the model's own checkpoint) takes none"
+            )
+        return self
+
+
+class Interruption(_Document):
+    """What a pause or an update does to requests in flight, and how long that may take."""
+
+    mode: Literal["abort"] = "abort"
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+
+
+class DesiredDocument(_Document):
+    """What a pod has to become. Fenced by ``owner`` and ``generation``."""
+
+    owner: Annotated[str, Field(min_length=1, max_length=253)]
+    generation: Annotated[int, Field(ge=0)]
+    paused: bool = False
+    weights: WeightsRef | None = None
+    """None asks for the model's own checkpoint, ``base``."""
+    fallback: WeightsRef | None = None
+    """The version that this replica committed last; None for a new one."""
+    interruption: Interruption = Interruption()
+    bucket_bytes: Annotated[int, Field(ge=1 << 12, le=1 << 34)] = 256 << 20
+    update_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    """Failures after the gate closed, before a version is rejected."""
+    transport: Literal["auto", "shared_memory"] = "auto"

@@ -1,0 +1,95 @@
+"""``POST /v1/rollout/generate``: tokens in, tokens out, and whether the rollout was cut.
+
+The first three fields of the answer are the tuple that verl's ``generate_for_partial`` returns.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class OnPause(StrEnum):
+    """What happens to a request that finds the gate closed."""
+
+    RETURN = "return"
+    """Answered at once: no tokens, ``is_cancel`` true, ``cancel_reason`` ``refused``."""
+    WAIT = "wait"
+    """Parked until the gate opens or ``timeout_s`` is over (then 503 with ``Retry-After``)."""
+
+
+class FinishReason(StrEnum):
+    """The engine's finish reasons."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    REPETITION = "repetition"
+
+
+class CancelReason(StrEnum):
+    """Why a rollout was cut."""
+
+    REFUSED = "refused"
+    """The gate was closed when the request came: the engine never saw it."""
+    PAUSED = "paused"
+    UPDATING = "updating"
+    CANCELLED = "cancelled"
+    """By the caller."""
+    DRAINING = "draining"
+
+
+class GenerateRequest(BaseModel):
+    """One attempt at a rollout. Unknown fields are refused by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    request_id: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+$")]
+    prompt_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1 << 22)]
+    generated_token_ids: Annotated[list[TokenId], Field(max_length=1 << 22)] = []
+    """What earlier attempts generated; counts against ``max_tokens``."""
+    sampling_params: dict[str, Any] = {}
+    """vLLM's names. ``max_tokens`` is the budget of the whole rollout, over all attempts."""
+    attempt: Annotated[int, Field(ge=1, le=1 << 31)] = 1
+    """The caller's count, echoed."""
+    session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    on_pause: OnPause = OnPause.RETURN
+    timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    """How long a parked request waits for the gate."""
+
+
+class WeightVersionSpan(BaseModel):
+    """Tokens ``[start, end)`` of this answer were sampled by ``version``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: str
+    step: int | None
+    start: int
+    end: int
+
+
+class GenerateResponse(BaseModel):
+    """The tokens of this attempt (not of earlier ones), with one log-prob for each."""
+
+    model_config = ConfigDict(frozen=True)
+
+    token_ids: list[int]
+    log_probs: list[float]
+    is_cancel: bool
+    """The engine's finish reason was ``abort`` (or the engine never saw the request)."""
+    request_id: str
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    cancel_reason: CancelReason | None
+    weight_versions: list[WeightVersionSpan]
+    """Covers ``[0, len(token_ids))`` without a gap."""
+    attempt: int
+    generation: int
+    """Of the desired document that was in force when the request was admitted."""
+    num_cached_tokens: int

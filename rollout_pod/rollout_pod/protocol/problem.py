@@ -1,0 +1,52 @@
+"""Errors as ``application/problem+json`` (RFC 9457) with a stable ``code``."""
+
+from enum import StrEnum
+from typing import Final
+
+from pydantic import BaseModel
+
+PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
+
+
+class ProblemCode(StrEnum):
+    """Stable: programs switch on these."""
+
+    INVALID_JSON = "invalid_json"
+    INVALID_FIELD = "invalid_field"
+    """422; ``errors`` names each field."""
+    INVALID_SAMPLING_PARAMS = "invalid_sampling_params"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    BODY_TOO_LARGE = "body_too_large"
+    DUPLICATE_REQUEST = "duplicate_request"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    UNAUTHORIZED = "unauthorized"
+    FENCED = "fenced"
+    """409: another owner, or a generation lower than the newest."""
+    PRECONDITION_FAILED = "precondition_failed"
+    """412: ``If-Match`` names an older state."""
+    NOT_READY = "not_ready"
+    """503: no committed version, or the engine is dead."""
+    GATE_CLOSED = "gate_closed"
+    """503: a parked request's time is over."""
+    DRAINING = "draining"
+    ENGINE_ERROR = "engine_error"
+    INTERNAL = "internal"
+
+
+class FieldError(BaseModel):
+    """One field that was refused, and why."""
+
+    field: str
+    message: str
+
+
+class Problem(BaseModel):
+    """The body of every answer with a status of 400 or more."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: ProblemCode
+    detail: str
+    errors: list[FieldError] = []

@@ -1,0 +1,132 @@
+"""The state document: all that a pod tells about itself, in one JSON object (DESIGN section 2)."""
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+
+from rollout_pod.protocol.desired import WeightsRef
+
+
+class PodPhase(StrEnum):
+    """Phases of a pod. Only ``SERVING`` hands requests to the engine."""
+
+    LOADING = "Loading"
+    """The engine is starting."""
+    STALE = "Stale"
+    """The engine is up; no version is committed."""
+    UPDATING = "Updating"
+    """The gate is closed for an update (a prefetch shows only in ``update.phase``)."""
+    PAUSED = "Paused"
+    SERVING = "Serving"
+    POISONED = "Poisoned"
+    """An update failed after its first byte: nothing is served until a complete one commits."""
+    DRAINING = "Draining"
+    FAILED = "Failed"
+    """The engine is dead or did not start."""
+
+
+class GateState(StrEnum):
+    """Whether requests are handed to the engine."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class UpdatePhase(StrEnum):
+    """How far the newest update came."""
+
+    PREFETCHING = "Prefetching"
+    """The weights agent fetches the version, or the ranks check its manifest; serving goes on."""
+    WAITING = "Waiting"
+    """The prefetch failed and is tried again later; serving goes on."""
+    STAGED = "Staged"
+    """Every rank accepted the manifest."""
+    CANCELLING = "Cancelling"
+    TRANSFERRING = "Transferring"
+    COMMITTING = "Committing"
+    COMMITTED = "Committed"
+    FAILED = "Failed"
+    """Failed after the gate had closed; tried again."""
+    REJECTED = "Rejected"
+    """Failed too often; the fallback is served until ``weights`` changes."""
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class UpdateSeconds(_Document):
+    """Seconds spent in the steps of an update; None where a step did not happen (yet)."""
+
+    prefetch: float | None = None
+    cancel: float | None = None
+    transfer: float | None = None
+    commit: float | None = None
+    paused: float | None = None
+    """From gate closed to gate open again."""
+
+
+class UpdateState(_Document):
+    """The newest update."""
+
+    target: str
+    phase: UpdatePhase
+    attempt: int = 0
+    """Transfers of this version that were started, this one included."""
+    bytes: int = 0
+    seconds: UpdateSeconds = UpdateSeconds()
+    transport: str | None = None
+    mode: str | None = None
+    message: str = ""
+    """What went wrong last and what to do about it; empty when nothing did."""
+    started_at: float | None = None
+    """Unix time in seconds."""
+    finished_at: float | None = None
+
+
+class RankState(_Document):
+    """What one rank of the engine says of itself."""
+
+    rank: int
+    host: str
+    weight_version: str | None
+
+
+class EngineInfo(_Document):
+    """What runs inside the pod."""
+
+    name: str
+    version: str
+    logprobs_mode: str
+    generation_config: str
+    max_model_len: int
+    world_size: int
+
+
+class StateDocument(_Document):
+    """What a pod is. A new ``revision`` is made by every change that somebody may wait for."""
+
+    revision: int
+    boot_id: str
+    phase: PodPhase
+    weight_version: str | None
+    """The committed version; None where there is none."""
+    weight_step: int | None = None
+    desired_version: str | None
+    """The version that ``desired.weights`` names; None before the first document."""
+    owner: str | None
+    generation: int | None
+    """Of the newest desired document."""
+    gate: GateState
+    ready: bool
+    """What ``/readyz`` answers."""
+    unfinished: int
+    """Requests in the engine; makes no revision."""
+    committed: WeightsRef | None = None
+    """The committed version with its source; None where there is none."""
+    rejected: WeightsRef | None = None
+    """The version that failed too often."""
+    update: UpdateState | None = None
+    ranks: tuple[RankState, ...] = ()
+    last_error: str | None = None
+    engine: EngineInfo | None = None

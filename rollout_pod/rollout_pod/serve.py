@@ -1,0 +1,162 @@
+"""``rollout-pod serve``: engine, supervisor and the two ports in one process."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from rollout_pod import local
+from rollout_pod.engine.base import Engine, EngineSettings
+from rollout_pod.server.admin_app import make_admin_app
+from rollout_pod.server.auth import Tokens
+from rollout_pod.server.data_app import make_data_app
+from rollout_pod.supervisor.store import Store
+from rollout_pod.supervisor.supervisor import PodFailed, Supervisor
+from rollout_pod.weights.agent_client import AgentClient
+
+log = structlog.get_logger(__name__)
+
+TERMINATION_LOG = Path("/dev/termination-log")
+"""Where kubelet picks up the last words of a container."""
+
+_GRACE_S = 5
+"""How long open connections may take to end once all requests were answered."""
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """The command line of ``serve``."""
+
+    model: str
+    engine: str
+    engine_args: Sequence[str]
+    data_address: tuple[str, int]
+    admin_address: tuple[str, int]
+    run_dir: Path
+    shm_dir: Path
+    host_memory: int
+    token_dir: Path | None
+    desired_file: Path | None
+    source: str | None
+    spawns_agent: bool
+    keeps_state: bool
+    drain_timeout_s: float
+
+
+class UnknownEngine(Exception):
+    """No engine of this name is installed."""
+
+
+def make_engine(name: str, settings: EngineSettings) -> Engine:
+    """The engine that the entry-point group names ``name``."""
+    found = {entry.name: entry for entry in entry_points(group="rollout_pod.engines")}
+    if name not in found:
+        raise UnknownEngine(f"no engine {name!r} is installed; there are: {', '.join(found)}")
+    engine: Engine = found[name].load()(settings)
+    return engine
+
+
+def run_serve(settings: ServeSettings) -> int:
+    """Serve until drained; returns the exit code."""
+    try:
+        lock = local.claim_run_dir(settings.run_dir)
+    except local.RunDirBusy as error:
+        log.error("not started", error=str(error))
+        return 2
+    try:
+        return asyncio.run(_serve(settings))
+    finally:
+        os.close(lock)
+
+
+async def _serve(settings: ServeSettings) -> int:
+    if not settings.keeps_state:
+        local.forget(settings.run_dir)
+    if settings.source:
+        (settings.run_dir / "source").write_text(settings.source)
+    engine = make_engine(
+        settings.engine,
+        EngineSettings(
+            model=settings.model, args=settings.engine_args, run_dir=settings.run_dir,
+            shm_dir=settings.shm_dir,
+        ),
+    )  # fmt: skip
+    agent = AgentClient(settings.run_dir / "agent.sock")
+    supervisor = Supervisor(
+        engine,
+        agent,
+        Store(settings.run_dir, first_desired=settings.desired_file),
+        default_desired=local.first_document() if settings.spawns_agent else None,
+        drain_timeout_s=settings.drain_timeout_s,
+    )
+    token_dir = settings.token_dir or local.make_token(settings.run_dir)
+    servers = [
+        _Server(make_data_app(supervisor), settings.data_address),
+        _Server(make_admin_app(supervisor, Tokens(token_dir)), settings.admin_address),
+    ]
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.begin_drain)
+    helpers = [asyncio.create_task(server.serve(), name="http") for server in servers]
+    agent_task = (
+        asyncio.create_task(
+            local.keep_agent(settings.run_dir, settings.shm_dir, settings.host_memory),
+            name="weights agent",
+        )
+        if settings.spawns_agent
+        else None
+    )
+    brain = asyncio.create_task(supervisor.run(), name="supervisor")
+    try:
+        await asyncio.wait({brain, *helpers}, return_when=asyncio.FIRST_COMPLETED)
+        if not brain.done():
+            raise PodFailed("an HTTP server ended (is its port taken?)")
+        await brain
+    except PodFailed as error:
+        log.error("failed", error=str(error))
+        _last_words(str(error))
+        return 1
+    else:
+        return 0
+    finally:
+        for server in servers:
+            server.should_exit = True
+        if not brain.done():
+            brain.cancel()
+        if agent_task:
+            agent_task.cancel()
+        await asyncio.gather(brain, *helpers, *filter(None, [agent_task]), return_exceptions=True)
+        await agent.close()
+        await engine.shutdown()
+
+
+class _Server(uvicorn.Server):
+    """Two of these share a process, so neither may take its signals."""
+
+    def __init__(self, app: FastAPI, address: tuple[str, int]) -> None:
+        host, port = address
+        super().__init__(
+            uvicorn.Config(
+                app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
+                timeout_graceful_shutdown=_GRACE_S, timeout_keep_alive=75,
+            )
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to ``serve``."""
+        yield
+
+
+def _last_words(error: str) -> None:
+    with contextlib.suppress(OSError):
+        if TERMINATION_LOG.exists():
+            TERMINATION_LOG.write_text(error[-4096:])

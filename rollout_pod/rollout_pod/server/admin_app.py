@@ -1,0 +1,58 @@
+"""The admin port: the desired document in, the state document out."""
+
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Header, HTTPException, Query, Response
+
+from rollout_pod import __version__
+from rollout_pod.protocol import STATE_POLL_MAX_S, DesiredDocument, StateDocument
+from rollout_pod.server.auth import Tokens, require_token
+from rollout_pod.server.body_limit import BodyLimit
+from rollout_pod.server.problems import install_problems
+from rollout_pod.supervisor.supervisor import Supervisor
+
+_BODY_LIMIT = 1 << 20
+
+
+def make_admin_app(supervisor: Supervisor, tokens: Tokens) -> FastAPI:
+    """The app of the admin port; every route needs the token."""
+    app = FastAPI(
+        title="rollout-pod admin", version=__version__, docs_url=None, redoc_url=None,
+        openapi_url=None, dependencies=[Depends(require_token(tokens))],
+    )  # fmt: skip
+    install_problems(app)
+    app.add_middleware(BodyLimit, limit=_BODY_LIMIT)
+
+    def etag(state: StateDocument) -> dict[str, str]:
+        return {"ETag": f'"{state.boot_id}:{state.revision}"'}
+
+    @app.put("/admin/v1/desired")
+    async def put_desired(
+        document: DesiredDocument,
+        response: Response,
+        if_match: Annotated[str | None, Header()] = None,
+    ) -> StateDocument:
+        """Take a document into force; 409 if it is fenced out, 412 if ``If-Match`` is stale."""
+        state = supervisor.put_desired(document, if_match=if_match.strip('"') if if_match else None)
+        response.headers.update(etag(state))
+        return state
+
+    @app.get("/admin/v1/desired")
+    async def get_desired() -> DesiredDocument:
+        """The document in force; 404 before the first."""
+        if supervisor.board.desired is None:
+            raise HTTPException(404, "no desired document came yet")
+        return supervisor.board.desired
+
+    @app.get("/admin/v1/state")
+    async def get_state(
+        response: Response,
+        after: Annotated[str | None, Query(max_length=128)] = None,
+        timeout: Annotated[float, Query(ge=0, le=STATE_POLL_MAX_S)] = 0.0,
+    ) -> StateDocument:
+        """The state; with ``after`` (``<boot_id>:<revision>``) held until there is news."""
+        state = await supervisor.board.wait_news(after=after, timeout_s=timeout)
+        response.headers.update(etag(state))
+        return state
+
+    return app

@@ -1,0 +1,119 @@
+"""Every error as ``application/problem+json`` with a stable code."""
+
+from collections.abc import Mapping
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from rollout_pod.engine.base import EngineDeadError, EngineError, InvalidSamplingParams
+from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotReady
+from rollout_pod.generation import PromptTooLong
+from rollout_pod.protocol import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
+from rollout_pod.protocol.problem import FieldError
+from rollout_pod.supervisor.supervisor import Fenced, PreconditionFailed
+
+log = structlog.get_logger(__name__)
+
+RETRY_AFTER_S = 1
+"""What a client that is told to come back should wait, in seconds."""
+
+
+def problem_response(
+    status: int,
+    code: ProblemCode,
+    title: str,
+    detail: str,
+    *,
+    errors: list[FieldError] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """One problem as an answer; 503 carries ``Retry-After``."""
+    body = Problem(title=title, status=status, code=code, detail=detail, errors=errors or [])
+    retry = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
+    return JSONResponse(
+        body.model_dump(mode="json"),
+        status_code=status,
+        media_type=PROBLEM_MEDIA_TYPE,
+        headers={**retry, **(headers or {})},
+    )
+
+
+_KNOWN: Mapping[type[Exception], tuple[int, ProblemCode, str, str]] = {
+    NotReady: (503, ProblemCode.NOT_READY, "Not ready", "no weight version is committed yet"),
+    Draining: (503, ProblemCode.DRAINING, "Draining", "this pod ends: ask another one"),
+    GateStayedClosed: (
+        503, ProblemCode.GATE_CLOSED, "Paused", "generation stayed paused for the whole timeout_s",
+    ),
+    DuplicateRequest: (
+        409, ProblemCode.DUPLICATE_REQUEST, "Duplicate request",
+        "a request with this request_id is alive: wait for its answer or use another id",
+    ),
+    PromptTooLong: (400, ProblemCode.PROMPT_TOO_LONG, "Prompt too long", ""),
+    Fenced: (409, ProblemCode.FENCED, "Fenced", ""),
+    PreconditionFailed: (412, ProblemCode.PRECONDITION_FAILED, "Precondition failed", ""),
+    EngineError: (400, ProblemCode.ENGINE_ERROR, "Refused by the engine", ""),
+    EngineDeadError: (503, ProblemCode.NOT_READY, "Engine dead", "the engine is dead; it restarts"),
+}  # fmt: skip
+
+_HTTP_CODES = {
+    400: ProblemCode.INVALID_JSON,
+    401: ProblemCode.UNAUTHORIZED,
+    404: ProblemCode.NOT_FOUND,
+    405: ProblemCode.METHOD_NOT_ALLOWED,
+    413: ProblemCode.BODY_TOO_LARGE,
+}
+
+
+def install_problems(app: FastAPI) -> None:
+    """Turn every exception that a handler may raise into a problem."""
+
+    async def known(_: Request, error: Exception) -> JSONResponse:
+        status, code, title, detail = next(
+            _KNOWN[kind] for kind in type(error).__mro__ if kind in _KNOWN
+        )
+        return problem_response(status, code, title, detail or str(error))
+
+    async def sampling(_: Request, error: Exception) -> JSONResponse:
+        name = error.field if isinstance(error, InvalidSamplingParams) else None
+        field = f"sampling_params.{name}" if name else "sampling_params"
+        return problem_response(
+            422, ProblemCode.INVALID_SAMPLING_PARAMS, "Invalid sampling parameters",
+            f"{field}: {error}", errors=[FieldError(field=field, message=str(error))],
+        )  # fmt: skip
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        errors = list(error.errors()) if isinstance(error, RequestValidationError) else []
+        if any(e.get("type") == "json_invalid" for e in errors):
+            return problem_response(
+                400, ProblemCode.INVALID_JSON, "Invalid JSON", "the body is not valid JSON"
+            )
+        fields = [
+            FieldError(field=".".join(str(p) for p in e["loc"][1:]) or "body", message=e["msg"])
+            for e in errors
+        ]
+        detail = "; ".join(f"{f.field}: {f.message}" for f in fields[:5])
+        return problem_response(
+            422, ProblemCode.INVALID_FIELD, "Invalid field", detail, errors=fields
+        )
+
+    async def http(_: Request, error: Exception) -> JSONResponse:
+        if not isinstance(error, HTTPException):
+            raise error
+        code = _HTTP_CODES.get(error.status_code, ProblemCode.INTERNAL)
+        return problem_response(
+            error.status_code, code, str(error.detail), str(error.detail), headers=error.headers
+        )
+
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        log.error("unexpected error", path=request.url.path, error=repr(error))
+        return problem_response(500, ProblemCode.INTERNAL, "Internal error", type(error).__name__)
+
+    for kind in _KNOWN:
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(InvalidSamplingParams, sampling)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)

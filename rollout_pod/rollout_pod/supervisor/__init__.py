@@ -1,0 +1,1 @@
+"""Brings one engine to what the desired document says."""

@@ -1,0 +1,292 @@
+"""The steps of the plan, done (the preparation of a version is ``staging``).
+
+Each leaves the board in a state that the plan can go on from, also when it fails; none of them
+decides what comes next, and none opens the gate in passing.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import structlog
+
+from rollout_pod.engine.base import Engine, EngineDeadError, EngineError, RankReport
+from rollout_pod.gate import CancelTimeout, Gate
+from rollout_pod.metrics import PodMetrics
+from rollout_pod.protocol import CancelReason, UpdatePhase, WeightsRef
+from rollout_pod.supervisor.board import Board
+from rollout_pod.supervisor.ports import WeightsAgent
+from rollout_pod.supervisor.staging import Staging, update_news
+from rollout_pod.supervisor.state import BASE, EngineStatus, PodState
+from rollout_pod.supervisor.store import Record, Store
+from rollout_pod.weights.agent_client import TransferError
+
+log = structlog.get_logger(__name__)
+
+_CLEAR_ATTEMPTS = 20
+_CLEAR_PAUSE_S = 0.1
+_REPORT_S = 10.0
+"""How much longer than the transfer the ranks' reports may take."""
+
+
+@dataclass
+class Acts:
+    """What the supervisor can do. One at a time."""
+
+    board: Board
+    engine: Engine
+    gate: Gate
+    agent: WeightsAgent
+    store: Store
+    metrics: PodMetrics
+    staging: Staging
+    _closed_at: float | None = None
+    """When an update closed the gate; None where it was closed for another reason."""
+
+    async def load(self) -> None:
+        """Start the engine. Raises what ``Engine.start`` raises."""
+        info = await self.engine.start()
+        self.board.change(
+            engine=EngineStatus.UP,
+            info=info,
+            loaded=BASE,
+            ranks=tuple((rank, "") for rank in range(info.world_size)),
+        )
+
+    # -- the switch
+
+    def close_gate(self, reason: CancelReason) -> None:
+        """From here on no request passes."""
+        if reason is not CancelReason.UPDATING:
+            self._closed_at = None
+        elif self.board.state.gate_open:
+            self._closed_at = time.monotonic()
+        self.gate.close(reason)
+        update = self.board.state.update
+        if reason is CancelReason.UPDATING and update and update.phase is UpdatePhase.STAGED:
+            update = update_news(self.board, phase=UpdatePhase.CANCELLING)
+        self.board.change(gate_open=False, closed_for=reason, update=update)
+        log.info("gate closed", reason=reason)
+
+    async def cancel(self) -> None:
+        """Cut what is in flight. An engine that does not let go in time counts as dead."""
+        desired = self.board.desired
+        timeout_s = desired.interruption.timeout_s if desired else 60.0
+        try:
+            counts = await self.gate.cancel(timeout_s=timeout_s)
+        except CancelTimeout as error:
+            self.fail_engine(str(error))
+            return
+        self.metrics.cancelled(counts)
+        log.info("cancelled", aborted=counts.aborted, tokens_returned=counts.tokens_returned,
+                 seconds=round(counts.seconds, 4))  # fmt: skip
+        update = self.board.state.update
+        if update and update.phase is UpdatePhase.CANCELLING:
+            update = update_news(self.board, cancel=counts.seconds)
+        self.board.change(idle=True, update=update)
+
+    async def transfer(self, ref: WeightsRef, session: str, *, flush: bool) -> None:
+        """Let every rank load the staged version; whatever goes wrong poisons, unless no rank
+        had touched its model yet.
+        """
+        desired = self.board.desired
+        timeout_s = desired.update_timeout_s if desired else 600.0
+        started = time.monotonic()
+        before = self.board.state
+        # in memory only: a process that is killed from here on boots anew, from a checkpoint
+        self.board.change(
+            transferring=True,
+            loaded=None,
+            transferred=False,
+            caches_clear=False,
+            update=update_news(self.board, phase=UpdatePhase.TRANSFERRING),
+        )
+        load = asyncio.create_task(
+            self.engine.load_weights(
+                session, version=ref.version, flush=flush, timeout_s=timeout_s
+            ),
+            name=f"load {session}",
+        )
+        problems: list[str] = []
+        try:
+            await self.agent.send(session=session, timeout_s=timeout_s)
+        except TransferError as error:
+            problems.append(str(error))
+        reports: tuple[RankReport, ...] = ()
+        try:
+            async with asyncio.timeout(timeout_s + _REPORT_S):
+                reports = await load
+        except EngineDeadError as error:
+            self.fail_engine(str(error))
+        except (EngineError, TimeoutError) as error:
+            problems.append(f"the engine did not report: {error or 'time is over'}")
+        problems += self._problems_of(reports, ref)
+        seconds = time.monotonic() - started
+        if not problems:
+            self.board.change(
+                transferring=False,
+                poisoned=False,
+                loaded=ref,
+                transferred=True,
+                ranks=tuple((report.rank, report.host) for report in reports),
+                update=update_news(self.board, phase=UpdatePhase.COMMITTING, transfer=seconds),
+            )
+            return
+        untouched = bool(reports) and not any(report.touched for report in reports)
+        await self._fail_update(
+            ref, "; ".join(problems), restore=before if untouched and not flush else None
+        )
+
+    def _problems_of(self, reports: tuple[RankReport, ...], ref: WeightsRef) -> list[str]:
+        """What keeps these reports from being a complete load of ``ref`` on every rank."""
+        info = self.board.state.info
+        world = info.world_size if info else 0
+        problems = [f"rank {r.rank}: {r.error}" for r in reports if not r.ok]
+        problems += [
+            f"rank {r.rank} loaded {r.version}"
+            for r in reports
+            if r.ok and r.version != ref.version
+        ]
+        if sorted(r.rank for r in reports) != list(range(world)):
+            problems.append(f"{len(reports)} of {world} ranks reported")
+        return problems
+
+    async def clear_caches(self) -> None:
+        """Clear every cache, or fail the update."""
+        ref = self.board.state.loaded
+        if ref is None:
+            raise RuntimeError("caches are cleared after a complete load")
+        for _ in range(_CLEAR_ATTEMPTS):
+            if await self.engine.clear_caches():
+                self.board.change(caches_clear=True)
+                return
+            await asyncio.sleep(_CLEAR_PAUSE_S)
+        await self._fail_update(
+            ref, f"a cache could not be cleared in {_CLEAR_ATTEMPTS} attempts", restore=None
+        )
+
+    async def commit(self, ref: WeightsRef) -> None:
+        """Publish ``ref``. The record is written first: a pod that dies in between serves, when
+        it comes back, a version that every rank had held.
+        """
+        started = time.monotonic()
+        await self.engine.publish_version(ref.version)
+        state = self.board.state
+        rejected = None if state.rejected == ref else state.rejected
+        failures = tuple((r, n) for r, n in state.load_failures if r != ref)
+        self.store.write_record(
+            Record(last_committed=ref, rejected=rejected, load_failures=failures)
+        )
+        self.gate.weights = ref
+        update = state.update
+        if update and update.target == ref.version and state.transferred:
+            update = update_news(
+                self.board,
+                phase=UpdatePhase.COMMITTED,
+                message="",
+                commit=time.monotonic() - started,
+                finished_at=time.time(),
+            )
+        is_staged = state.stage is not None and state.stage.ref == ref
+        self.board.change(
+            committed=ref,
+            last_committed=ref,
+            rejected=rejected,
+            load_failures=failures,
+            update=update,
+            stage=None if is_staged else state.stage,
+        )
+        log.info("committed", version=ref.version)
+        if update:
+            self.metrics.updated(update)
+        if is_staged and state.stage:
+            await self.staging.keep(state.stage.session)
+
+    def relabel(self, ref: WeightsRef) -> None:
+        """The committed version got another step or source."""
+        state = self.board.state
+        self.store.write_record(
+            Record(last_committed=ref, rejected=state.rejected, load_failures=state.load_failures)
+        )
+        self.gate.weights = ref
+        self.board.change(committed=ref, last_committed=ref, loaded=ref)
+
+    async def open_gate(self) -> None:
+        """The engine first, then the gate: nobody is handed to an engine that does not run."""
+        state, desired = self.board.state, self.board.desired
+        if state.committed is None or state.poisoned or desired is None:
+            raise RuntimeError("the gate opens only for a committed version")
+        await self.engine.resume()
+        self.gate.open(state.committed, desired.generation)
+        update = state.update
+        if self._closed_at is not None and update and update.phase is UpdatePhase.COMMITTED:
+            update = update_news(self.board, paused=time.monotonic() - self._closed_at)
+        self._closed_at = None
+        self.board.change(gate_open=True, closed_for=None, idle=False, update=update)
+        log.info("gate open", version=state.committed.version)
+
+    # -- ends
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """Refuse what is new, wait for what is in flight, then cut it."""
+        self.gate.drain()
+        await self.staging.give_up()
+        if not await self.gate.wait_idle(timeout_s=timeout_s):
+            self.gate.close(CancelReason.DRAINING)
+            self.board.change(gate_open=False, closed_for=CancelReason.DRAINING)
+            await self.cancel()
+        self.gate.close(CancelReason.DRAINING)
+        self.board.change(gate_open=False, closed_for=CancelReason.DRAINING, drained=True)
+
+    def fail_engine(self, error: str) -> None:
+        """The engine is dead: nothing is served any more."""
+        log.error("engine dead", error=error)
+        self.gate.close(CancelReason.UPDATING)
+        self.gate.unpublish()
+        self.board.change(
+            engine=EngineStatus.DEAD, gate_open=False, committed=None, loaded=None,
+            transferring=False, last_error=error,
+        )  # fmt: skip
+
+    async def _fail_update(
+        self, ref: WeightsRef, message: str, *, restore: PodState | None
+    ) -> None:
+        """Take the failure down. Unless no model was touched (``restore``: the state before),
+        nothing may be served until a complete load commits.
+        """
+        desired = self.board.desired
+        log.error("update failed", version=ref.version, error=message, untouched=bool(restore))
+        state = self.board.state.with_load_failure(ref)
+        failures = state.load_failures_of(ref)
+        is_last = desired is not None and failures >= desired.max_attempts
+        rejected = ref if is_last and desired and desired.weights == ref else state.rejected
+        self.store.write_record(
+            Record(
+                last_committed=state.last_committed,
+                rejected=rejected,
+                load_failures=state.load_failures,
+            )
+        )
+        await self.staging.give_up()
+        self.board.set(self.board.state.with_load_failure(ref))
+        changes: dict[str, object] = {
+            "transferring": False,
+            "rejected": rejected,
+            "last_error": message,
+            "update": update_news(
+                self.board,
+                phase=UpdatePhase.REJECTED if rejected == ref else UpdatePhase.FAILED,
+                message=message,
+                finished_at=time.time(),
+            ),
+        }
+        if restore:
+            changes |= {
+                "loaded": restore.loaded,
+                "transferred": restore.transferred,
+                "caches_clear": restore.caches_clear,
+            }
+        else:
+            self.gate.unpublish()
+            changes |= {"loaded": None, "poisoned": True, "committed": None}
+        self.board.change(**changes)

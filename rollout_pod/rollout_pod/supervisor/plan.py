@@ -1,0 +1,218 @@
+"""``next_step``: from what is asked for and what is, to the one thing to do next.
+
+Level-triggered and pure: the supervisor calls it again after every step and after every change of
+the desired document, so that a step that failed, a document that came twice or late, and a process
+that was killed in between all end in the same place.
+"""
+
+from dataclasses import dataclass
+
+from rollout_pod.protocol import CancelReason, DesiredDocument, WeightsRef
+from rollout_pod.supervisor.state import (
+    EngineStatus,
+    PodState,
+    StageStatus,
+    fallback_weights,
+    wanted_weights,
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Start the engine; it loads the model's own checkpoint."""
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Let the agent fetch a version and every rank check its manifest, beside everything else."""
+
+    ref: WeightsRef
+
+
+@dataclass(frozen=True)
+class CloseGate:
+    """Hand no more requests to the engine."""
+
+    reason: CancelReason
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Abort what the engine holds until it holds nothing and every caller has its partial."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Let the ranks load the staged version. From its first byte on nothing else may be served."""
+
+    ref: WeightsRef
+    session: str
+    flush: bool
+    """Clear what a failed load left in the model first."""
+
+
+@dataclass(frozen=True)
+class ClearCaches:
+    """Forget everything computed under the old weights."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Publish the loaded version, by one assignment."""
+
+    ref: WeightsRef
+
+
+@dataclass(frozen=True)
+class Relabel:
+    """The committed version got another step or source; its bytes are the same."""
+
+    ref: WeightsRef
+
+
+@dataclass(frozen=True)
+class OpenGate:
+    """Let the engine go on, then hand requests to it."""
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Refuse new requests, let those in flight go on for a while, then cut them."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """End the process: a container that starts anew is the only repair left."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do before something changes or ``until`` (supervisor's clock, seconds)."""
+
+    until: float | None = None
+
+
+Step = (
+    Load | Prefetch | CloseGate | Cancel | Transfer | ClearCaches | Commit | Relabel
+    | OpenGate | Drain | Restart | Wait
+)  # fmt: skip
+
+
+def choose_target(desired: DesiredDocument, state: PodState, now: float) -> WeightsRef | None:
+    """The version to work towards; None where nothing is left to try.
+
+    A pod that serves keeps what it serves until the wanted version is at hand, and does not move
+    when that was rejected. A pod that has nothing to serve (new, restarted or poisoned) tries the
+    wanted version, then, as soon as that fails, the fallback.
+    """
+    wanted = wanted_weights(desired)
+    is_rejected = state.rejected == wanted
+    if state.committed is not None and not state.poisoned:
+        return state.committed if is_rejected else wanted
+    fallback = fallback_weights(desired, state)
+    if fallback is None or fallback.version == wanted.version:
+        return None if is_rejected else wanted
+    stage = state.stage
+    if is_rejected or (
+        stage is not None and stage.ref == fallback and stage.status is not StageStatus.FAILED
+    ):
+        return fallback  # on its way already: a retry of the wanted version must not chase it off
+    failures, retry_at = state.stage_failure_of(wanted)
+    if failures and now < retry_at:
+        # both may be failing: then whichever is due next
+        fallback_failures, fallback_retry_at = state.stage_failure_of(fallback)
+        if not fallback_failures or fallback_retry_at <= max(now, retry_at):
+            return fallback
+    return wanted
+
+
+def next_step(desired: DesiredDocument | None, state: PodState, now: float) -> Step:
+    """The one thing to do next. ``now`` is on the supervisor's clock, in seconds."""
+    if state.engine is EngineStatus.DEAD:
+        return Restart(state.last_error or "the engine is dead")
+    if state.draining:
+        return Wait() if state.drained else Drain()
+    if state.engine is EngineStatus.NEW:
+        return Load()
+    if desired is None:
+        return Wait()
+
+    target = choose_target(desired, state, now)
+    if target is None:
+        return _closed(state, CancelReason.UPDATING) or Wait()
+    if state.poisoned and target != wanted_weights(desired):
+        failures = state.load_failures_of(target)
+        if failures >= desired.max_attempts:
+            return Restart(f"the fallback {target.version} failed {failures} times")
+
+    unfinished = _finish_load(desired, state, target)
+    if unfinished is not None:
+        return unfinished
+
+    until: float | None = None
+    if state.poisoned or state.committed is None or state.committed.version != target.version:
+        step = _towards(target, state, now)
+        if not isinstance(step, Wait):
+            return step
+        until = step.until
+    elif state.committed != target:
+        return Relabel(target)
+    return _gate(desired, state) or Wait(until)
+
+
+def _finish_load(
+    desired: DesiredDocument, state: PodState, target: WeightsRef
+) -> ClearCaches | Commit | CloseGate | Cancel | None:
+    """What the ranks hold, complete and verified, is committed before anything else is begun.
+
+    What the boot loaded is committed only if somebody wants it: it may be older than what this
+    replica served.
+    """
+    loaded = state.loaded
+    if loaded is None or state.poisoned:
+        return None
+    if state.committed is not None and state.committed.version == loaded.version:
+        return None
+    if not state.transferred and loaded.version != target.version:
+        return None
+    if not state.caches_clear:
+        return ClearCaches()
+    # the name may have got another step or source while its bytes were on their way
+    return Commit(target if target.version == loaded.version else loaded)
+
+
+def _towards(target: WeightsRef, state: PodState, now: float) -> Step:
+    """The next step of an update; ``Wait`` where the agent is at work or a retry is not due."""
+    stage = state.stage
+    if stage is None or stage.ref != target or stage.status is StageStatus.FAILED:
+        failures, retry_at = state.stage_failure_of(target)
+        if failures and now < retry_at:
+            return Wait(retry_at)
+        return Prefetch(target)
+    if stage.status is StageStatus.RUNNING:
+        return Wait()
+    return _closed(state, CancelReason.UPDATING) or Transfer(
+        target, stage.session, flush=state.poisoned
+    )
+
+
+def _gate(desired: DesiredDocument, state: PodState) -> Step | None:
+    """Pause or serve; None where that is so already."""
+    if state.poisoned or state.committed is None:
+        return _closed(state, CancelReason.UPDATING)
+    if desired.paused:
+        return _closed(state, CancelReason.PAUSED)
+    return None if state.gate_open else OpenGate()
+
+
+def _closed(state: PodState, reason: CancelReason) -> CloseGate | Cancel | None:
+    """The steps to an idle engine behind a closed gate; None where it is so already."""
+    if state.gate_open:
+        return CloseGate(reason)
+    if not state.idle:
+        return Cancel()
+    if state.closed_for is not reason:
+        return CloseGate(reason)  # the same gate, for another reason: callers are told which
+    return None

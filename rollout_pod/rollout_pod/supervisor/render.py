@@ -1,0 +1,82 @@
+"""From the supervisor's values to the state document: pure."""
+
+from rollout_pod.protocol import (
+    DesiredDocument,
+    GateState,
+    RankState,
+    StateDocument,
+    UpdatePhase,
+    UpdateSeconds,
+    UpdateState,
+    WeightsRef,
+)
+from rollout_pod.supervisor.state import PodState, is_ready, phase_of, wanted_weights
+
+COUNTERS = frozenset({"revision", "unfinished"})
+"""Fields whose change makes no new revision."""
+
+
+def held_weights(state: PodState) -> WeightsRef | None:
+    """The version that every rank holds now and that is committed."""
+    if state.committed is None or state.loaded is None or state.transferring or state.poisoned:
+        return None
+    return state.committed if state.loaded.version == state.committed.version else None
+
+
+def render_state(
+    *,
+    state: PodState,
+    desired: DesiredDocument | None,
+    boot_id: str,
+    revision: int,
+    unfinished: int,
+) -> StateDocument:
+    """The document of this moment."""
+    held = held_weights(state)
+    version = held.version if held else None
+    return StateDocument(
+        revision=revision,
+        boot_id=boot_id,
+        phase=phase_of(state),
+        weight_version=version,
+        weight_step=held.step if held else None,
+        desired_version=wanted_weights(desired).version if desired else None,
+        owner=desired.owner if desired else None,
+        generation=desired.generation if desired else None,
+        gate=GateState.OPEN if state.gate_open else GateState.CLOSED,
+        ready=is_ready(state),
+        unfinished=unfinished,
+        committed=state.committed,
+        rejected=state.rejected,
+        update=state.update,
+        ranks=tuple(
+            RankState(rank=rank, host=host, weight_version=version) for rank, host in state.ranks
+        ),
+        last_error=state.last_error,
+        engine=state.info,
+    )
+
+
+def same_news(a: StateDocument, b: StateDocument) -> bool:
+    """Whether nobody who waits for news has to be told of ``b`` after ``a``."""
+    return a.model_dump(exclude=set(COUNTERS)) == b.model_dump(exclude=set(COUNTERS))
+
+
+def begin_update(
+    ref: WeightsRef, previous: UpdateState | None, *, attempt: int, now_unix: float
+) -> UpdateState:
+    """The record of an update that begins, or goes on after a failure, at its preparation."""
+    goes_on = (
+        previous is not None
+        and previous.target == ref.version
+        and previous.phase not in (UpdatePhase.COMMITTED, UpdatePhase.REJECTED)
+    )
+    return UpdateState(
+        target=ref.version,
+        phase=UpdatePhase.PREFETCHING,
+        attempt=attempt,
+        seconds=UpdateSeconds(),
+        # what went wrong last stays readable until it went well
+        message=previous.message if goes_on and previous else "",
+        started_at=previous.started_at if goes_on and previous else now_unix,
+    )

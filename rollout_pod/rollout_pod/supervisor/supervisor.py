@@ -1,0 +1,223 @@
+"""The loop: plan one step, do it, plan again. And the door at which desired documents come in."""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import structlog
+
+from rollout_pod.engine.base import Engine, EngineDeadError, EngineStartError
+from rollout_pod.gate import Gate
+from rollout_pod.metrics import PodMetrics
+from rollout_pod.protocol import DesiredDocument, StateDocument
+from rollout_pod.supervisor import plan
+from rollout_pod.supervisor.acts import Acts
+from rollout_pod.supervisor.board import Board
+from rollout_pod.supervisor.plan import next_step
+from rollout_pod.supervisor.ports import WeightsAgent
+from rollout_pod.supervisor.staging import Staging
+from rollout_pod.supervisor.state import EngineStatus, is_ready
+from rollout_pod.supervisor.store import Record, Store
+
+log = structlog.get_logger(__name__)
+
+_HEALTH_PERIOD_S = 1.0
+"""How often a dead engine is looked for while there is nothing to do."""
+
+
+class Fenced(Exception):
+    """The document is of another owner, or older than the one in force."""
+
+
+class PreconditionFailed(Exception):
+    """``If-Match`` names a state that is no longer the present one."""
+
+
+class PodFailed(Exception):
+    """The process has to end; the message is the engine's last error line."""
+
+
+@dataclass
+class Supervisor:
+    """Brings one engine to what the desired document says, by itself."""
+
+    engine: Engine
+    agent: WeightsAgent
+    store: Store
+    metrics: PodMetrics = field(default_factory=PodMetrics)
+    default_desired: DesiredDocument | None = None
+    """In force until the first document comes, where no operator sends one."""
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(self.engine)
+        self.board = Board(unfinished=lambda: self.gate.unfinished)
+        self._wake = asyncio.Event()
+        self._staging = Staging(self.board, self.engine, self.agent, self._wake.set)
+        self._acts = Acts(
+            self.board, self.engine, self.gate, self.agent, self.store, self.metrics, self._staging
+        )
+        self.metrics.watch(
+            gate_open=lambda: self.gate.is_open,
+            unfinished=lambda: self.gate.unfinished,
+            parked=lambda: self.gate.parked,
+        )
+        record = self.store.read_record()
+        self.board.desired = self.store.read_desired() or self.default_desired
+        self.board.change(
+            last_committed=record.last_committed,
+            rejected=record.rejected,
+            load_failures=record.load_failures,
+        )
+        self._note_generation()
+
+    # -- what is asked for
+
+    def put_desired(
+        self, document: DesiredDocument, *, if_match: str | None = None
+    ) -> StateDocument:
+        """Take a desired document into force.
+
+        Raises:
+            Fenced: another owner, or a lower generation than the one in force.
+            PreconditionFailed: ``if_match`` (``<boot_id>:<revision>``) is not the present state.
+        """
+        current = self.board.desired
+        present = self.board.document()
+        if if_match is not None and if_match != f"{present.boot_id}:{present.revision}":
+            raise PreconditionFailed(f"the state is {present.boot_id}:{present.revision}")
+        if current is not None:
+            if document.owner != current.owner:
+                raise Fenced(f"this pod is owned by {current.owner}, not by {document.owner}")
+            if document.generation < current.generation:
+                raise Fenced(f"generation {document.generation} is older than {current.generation}")
+        if document != current:
+            self.store.write_desired(document)
+            self.board.desired = document
+            if current is None or document.weights != current.weights:
+                self._forget_failures()
+            self._note_generation()
+            self.board.publish()
+            self._wake.set()
+        return self.board.document()
+
+    def begin_drain(self) -> None:
+        """Begin the end of this pod; ``run`` returns when it is drained."""
+        self.board.change(draining=True)
+        self.gate.drain()
+        self._wake.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """What ``/readyz`` answers."""
+        return is_ready(self.board.state) and self.engine.dead_error() is None
+
+    @property
+    def is_started(self) -> bool:
+        """What ``/startupz`` answers."""
+        return self.board.state.engine is not EngineStatus.NEW
+
+    def liveness_error(self) -> str | None:
+        """Why ``/healthz`` fails; None while the engine lives, or is still to start."""
+        state = self.board.state
+        if state.engine is EngineStatus.DEAD:
+            return state.last_error or "the engine is dead"
+        return self.engine.dead_error() if state.engine is EngineStatus.UP else None
+
+    # -- the loop
+
+    async def run(self) -> None:
+        """Run until drained.
+
+        Raises:
+            PodFailed: the engine did not start, died, or cannot be repaired in place.
+        """
+        try:
+            while not self.board.state.drained:
+                await self._turn()
+        finally:
+            await self._staging.give_up()
+            self.board.close()
+
+    async def _turn(self) -> None:
+        self._wake.clear()
+        error = self.engine.dead_error() if self.board.state.engine is EngineStatus.UP else None
+        if error:
+            self._acts.fail_engine(error)
+        now = time.monotonic()
+        step = next_step(self.board.desired, self.board.state, now)
+        if isinstance(step, plan.Wait):
+            await self._wait(step.until, now)
+            return
+        log.debug("step", step=type(step).__name__)
+        try:
+            await self._do(step)
+        except EngineDeadError as died:
+            self._acts.fail_engine(str(died))
+
+    async def _do(self, step: plan.Step) -> None:
+        acts = self._acts
+        match step:
+            case plan.Load():
+                await self._load()
+            case plan.Prefetch(ref):
+                await self._staging.prefetch(ref)
+            case plan.CloseGate(reason):
+                acts.close_gate(reason)
+            case plan.Cancel():
+                await acts.cancel()
+            case plan.Transfer(ref, session, flush):
+                await acts.transfer(ref, session, flush=flush)
+            case plan.ClearCaches():
+                await acts.clear_caches()
+            case plan.Commit(ref):
+                await acts.commit(ref)
+            case plan.Relabel(ref):
+                acts.relabel(ref)
+            case plan.OpenGate():
+                await acts.open_gate()
+            case plan.Drain():
+                await acts.drain(timeout_s=self.drain_timeout_s)
+            case plan.Restart(reason):
+                raise PodFailed(reason)
+            case plan.Wait():
+                raise AssertionError("waiting is done by the caller")
+
+    async def _load(self) -> None:
+        """Start the engine; a drain that comes meanwhile ends the start."""
+        start = asyncio.create_task(self._acts.load(), name="engine start")
+        while not start.done():
+            wake = asyncio.create_task(self._wake.wait())
+            await asyncio.wait({start, wake}, return_when=asyncio.FIRST_COMPLETED)
+            wake.cancel()
+            await asyncio.gather(wake, return_exceptions=True)
+            self._wake.clear()
+            if self.board.state.draining and not start.done():
+                start.cancel()
+                await asyncio.gather(start, return_exceptions=True)
+                self.board.change(drained=True)
+                return
+        try:
+            await start
+        except EngineStartError as error:
+            self._acts.fail_engine(str(error))
+            raise PodFailed(str(error)) from error
+
+    async def _wait(self, until: float | None, now: float) -> None:
+        """Until something changes, ``until`` comes, or the engine is due to be looked at."""
+        timeout_s = _HEALTH_PERIOD_S if until is None else min(_HEALTH_PERIOD_S, until - now)
+        with suppress(TimeoutError):
+            # not ``wait_for``: on 3.11 it swallows a cancel that comes with the wake
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await self._wake.wait()
+
+    def _note_generation(self) -> None:
+        if self.board.desired:
+            self.gate.generation = self.board.desired.generation
+
+    def _forget_failures(self) -> None:
+        """``weights`` changed: everything may be tried again."""
+        state = self.board.state
+        self.board.change(rejected=None, load_failures=(), stage_failures=())
+        self.store.write_record(Record(last_committed=state.last_committed))

@@ -1,0 +1,209 @@
+"""What the engine tests share: checkpoints, the reference of Hugging Face, and a sender."""
+
+import asyncio
+import random
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from examples.tiny_models import Kind, make
+from rollout_pod.engine.base import EngineOutput, EngineRequest, EngineSettings, RankReport
+from rollout_pod.engine.boot_record import spec_of
+from rollout_pod.engine.vllm import VllmEngine, create
+from rollout_pod.weights.buckets import make_plan
+from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.segment import Segment
+from rollout_pod.weights.sender import Session, SessionError
+
+SHM = Path("/dev/shm")
+GREEDY = {"temperature": 0, "ignore_eos": True}
+BASE_ARGS = ("--dtype=float32", "--max-model-len=2048", "--max-num-seqs=64")
+
+
+@lru_cache
+def checkpoint(kind: Kind, seed: int) -> Path:
+    """A tiny checkpoint; the same one every time it is asked for."""
+    path = Path(tempfile.mkdtemp(prefix=f"tiny-{kind}-{seed}-"))
+    make(path, kind=kind, seed=seed, shards=1 + seed)
+    return path
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {k: v for f in sorted(path.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+def prompts(count: int, length: int = 24, seed: int = 0) -> list[list[int]]:
+    dice = random.Random(seed)
+    return [[dice.randrange(3, 1024) for _ in range(length)] for _ in range(count)]
+
+
+class Reference:
+    """Hugging Face transformers with the same checkpoint, in float32."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logits(self, prompt: list[int], tokens: tuple[int, ...]) -> torch.Tensor:
+        """One row for each of ``tokens``: what it was sampled from."""
+        out = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        return out[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
+
+    def agrees(self, prompt: list[int], output: EngineOutput) -> bool:
+        """Every token is the greedy one, and has the right log-prob.
+
+        If each token is the argmax after the ones before it, the whole is what greedy
+        decoding gives.
+        """
+        logits = self.logits(prompt, output.token_ids)
+        if logits.argmax(-1).tolist() != list(output.token_ids):
+            return False
+        picked = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        return bool((picked - torch.tensor(output.log_probs)).abs().max() < 1e-3)
+
+
+@lru_cache(maxsize=4)
+def reference(path: Path) -> Reference:
+    return Reference(path)
+
+
+@contextmanager
+def settings(model: Path | str, *args: str) -> Iterator[EngineSettings]:
+    """In a folder with a short name: the path of a socket has 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="eng-") as run_dir:
+        yield EngineSettings(
+            model=str(model), args=(*BASE_ARGS, *args), run_dir=Path(run_dir), shm_dir=SHM
+        )
+
+
+def engine_of(given: EngineSettings) -> VllmEngine:
+    return create(given)
+
+
+async def run(
+    engine: VllmEngine, prompt: list[int], max_tokens: int = 48, **sampling: object
+) -> EngineOutput:
+    params = engine.sampling_params({**GREEDY, **sampling}, max_tokens=max_tokens)
+    return await engine.generate(
+        EngineRequest(engine_id=uuid.uuid4().hex, prompt_token_ids=prompt, params=params)
+    )
+
+
+async def run_all(engine: VllmEngine, count: int = 8, max_tokens: int = 48) -> list[EngineOutput]:
+    return list(await asyncio.gather(*(run(engine, p, max_tokens) for p in prompts(count))))
+
+
+async def serves(engine: VllmEngine, path: Path) -> bool:
+    """The engine's outputs are those of this checkpoint, all of them, to the last token."""
+    outputs = await run_all(engine)
+    model = reference(path)
+    return all(model.agrees(p, o) for p, o in zip(prompts(8), outputs, strict=True))
+
+
+@dataclass(frozen=True)
+class Sent:
+    reports: tuple[RankReport, ...]
+    buckets: int
+    error: str
+    """Why the sender failed; empty if it did not."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and all(report.ok for report in self.reports)
+
+
+async def update(
+    engine: VllmEngine,
+    tensors: dict[str, torch.Tensor],
+    *,
+    version: str = "step-1",
+    bucket_bytes: int = 40_000,
+    flush: bool = False,
+    stop_after: int | None = None,
+    resume: bool = True,
+) -> Sent:
+    """Pause, load by the real protocol in shuffled order, clear the caches, resume.
+
+    ``stop_after``: so many buckets are sent, then the sender vanishes.
+    """
+    session = uuid.uuid4().hex
+    names = sorted(tensors)
+    random.Random(version).shuffle(names)
+    sender = _Sender(engine, session, {n: tensors[n] for n in names}, version, bucket_bytes)
+    await asyncio.to_thread(sender.offer)
+    try:
+        await engine.pause()
+        pushing = asyncio.ensure_future(asyncio.to_thread(sender.push, stop_after))
+        reports = await engine.load_weights(session, version=version, flush=flush, timeout_s=30)
+        error = await pushing
+    finally:
+        await asyncio.to_thread(sender.close)
+    if resume and not error and all(r.ok for r in reports):
+        assert await engine.clear_caches()
+        await engine.publish_version(version)
+        await engine.resume()
+    return Sent(reports, sender.buckets, error)
+
+
+class _Sender:
+    def __init__(
+        self,
+        engine: VllmEngine,
+        session: str,
+        tensors: dict[str, torch.Tensor],
+        version: str,
+        bucket_bytes: int,
+    ) -> None:
+        self._tensors = tensors
+        specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
+        self._manifest = Manifest(version, specs)
+        self._plan = make_plan(specs, bucket_bytes)
+        self.buckets = len(self._plan.buckets)
+        self._session = Session(session, engine.rank_sockets(), SHM, threading.Event())
+        # Two slots only, used in turn: what a loader keeps of them is overwritten.
+        self._slot = max(bucket.length for bucket in self._plan.buckets)
+        self._segment = Segment.create(SHM, f"test-{session}", 2 * self._slot)
+
+    def offer(self) -> None:
+        try:
+            self._session.greet(5)
+            self._session.offer(self._manifest, 5)
+        except SessionError:
+            self.close()
+            raise
+
+    def push(self, stop_after: int | None) -> str:
+        values = list(self._tensors.values())
+        deadline = time.monotonic() + 30
+        try:
+            for bucket in self._plan.buckets:
+                if bucket.seq == stop_after:
+                    self._session.close()
+                    return "the sender vanished"
+                self._session.reserve(deadline)
+                base = self._slot * (bucket.seq % 2)
+                for entry in bucket.entries:
+                    raw = values[entry.tensor].contiguous().view(torch.uint8).numpy().tobytes()
+                    at = base + entry.offset
+                    piece = raw[entry.tensor_offset : entry.tensor_offset + entry.nbytes]
+                    self._segment.map[at : at + entry.nbytes] = piece
+                self._session.push(bucket, segment=self._segment.name, base=base)
+            self._session.finish(deadline)
+        except SessionError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        self._session.close()
+        self._segment.close()

@@ -1,0 +1,324 @@
+"""An API server in process: resource versions, watches, server-side apply, and faults on request.
+
+Covers what the operator and Kopf use, for the kinds of one namespace, and records every request.
+"""
+
+import asyncio
+import copy
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+Json = dict[str, Any]
+
+KINDS = {
+    "rolloutreplicas": ("rollout.dev/v1alpha1", "RolloutReplica"),
+    "pods": ("v1", "Pod"),
+    "services": ("v1", "Service"),
+    "secrets": ("v1", "Secret"),
+    "events": ("v1", "Event"),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, as it came."""
+
+    method: str
+    resource: str
+    name: str
+    subresource: str
+    query: dict[str, str]
+    content_type: str
+    body: Any
+
+    @property
+    def write(self) -> bool:
+        return self.method != "GET"
+
+    def __str__(self) -> str:
+        target = "/".join(filter(None, (self.resource, self.name, self.subresource)))
+        return f"{self.method} {target}" + ("?dryRun" if "dryRun" in self.query else "")
+
+
+@dataclass
+class Fault:
+    """Answers ``count`` matching requests with ``status``."""
+
+    match: Callable[[Request], bool]
+    status: int
+    count: int = 1
+    message: str = "made to fail"
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Refused(Exception):
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.reason, self.message = status, reason, message
+
+
+class FakeApiServer:
+    """Holds objects of one namespace; tests change them as kubelet or a person would."""
+
+    def __init__(self, namespace: str = "ns") -> None:
+        self.namespace = namespace
+        self.requests: list[Request] = []
+        self.faults: list[Fault] = []
+        self.muted: set[str] = set()
+        """Resources whose watch events are lost."""
+        self.admit: Callable[[Json], None] = lambda body: None
+        """May raise Refused for a pod that is to be created."""
+        self.url = ""
+        self._version = 100
+        self._objects: dict[str, dict[str, Json]] = {kind: {} for kind in KINDS}
+        self._watches: dict[str, list[asyncio.Queue[Json | None]]] = {kind: [] for kind in KINDS}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["FakeApiServer"]:
+        app = web.Application()
+        app.router.add_get("/api", self._discover)
+        app.router.add_get("/apis", self._discover)
+        app.router.add_get("/api/v1", self._resources)
+        app.router.add_get("/apis/rollout.dev/v1alpha1", self._resources)
+        for prefix in ("/api/v1", "/apis/rollout.dev/v1alpha1"):
+            base = prefix + "/namespaces/{namespace}/{resource}"
+            for path in (base, base + "/{name}", base + "/{name}/{subresource}"):
+                app.router.add_route("*", path, self._serve)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            self.end_watches()
+            await runner.cleanup()
+
+    # -- what tests do
+
+    def get(self, resource: str, name: str) -> Json | None:
+        return self._objects[resource].get(name)
+
+    def put(self, resource: str, body: Json) -> Json:
+        """Create an object as somebody else would."""
+        return self._create(resource, copy.deepcopy(body))
+
+    def change(self, resource: str, name: str, patch: Json) -> Json:
+        """Merge a patch as somebody else would; a changed spec makes a new generation."""
+        return self._store(resource, _merged(self._objects[resource][name], patch))
+
+    def remove(self, resource: str, name: str) -> None:
+        """Let an object be gone; a replica takes its children along, pods with grace."""
+        raw = self._objects[resource].pop(name)
+        self._version += 1
+        raw["metadata"]["resourceVersion"] = str(self._version)
+        self._tell(resource, "DELETED", raw)
+        uid = raw["metadata"]["uid"]
+        for kind in ("secrets", "services", "pods"):
+            for child in list(self._objects[kind].values()):
+                owners = child["metadata"].get("ownerReferences") or ()
+                if any(ref["uid"] == uid for ref in owners):
+                    if kind == "pods":
+                        self._end_pod(child["metadata"]["name"])
+                    else:
+                        self.remove(kind, child["metadata"]["name"])
+
+    def expire_watches(self) -> None:
+        """End all watches with 410: clients have to list again."""
+        gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
+        for queues in self._watches.values():
+            for queue in queues:
+                queue.put_nowait({"type": "ERROR", "object": gone})
+
+    def end_watches(self) -> None:
+        for queues in self._watches.values():
+            for queue in queues:
+                queue.put_nowait(None)
+
+    def writes(self, since: int = 0) -> list[str]:
+        """Return the writes from request number ``since`` on, events apart."""
+        return [str(r) for r in self.requests[since:] if r.write and r.resource != "events"]
+
+    def events(self) -> list[tuple[str, str]]:
+        return [(e["type"], e["reason"]) for e in self._objects["events"].values()]
+
+    # -- HTTP
+
+    async def _discover(self, request: web.Request) -> web.Response:
+        if request.path == "/api":
+            return web.json_response({"versions": ["v1"]})
+        version = {"groupVersion": "rollout.dev/v1alpha1", "version": "v1alpha1"}
+        group = {"name": "rollout.dev", "versions": [version], "preferredVersion": version}
+        return web.json_response({"groups": [group]})
+
+    async def _resources(self, request: web.Request) -> web.Response:
+        version = request.path.removeprefix("/apis/").removeprefix("/api/")
+        verbs = ["get", "list", "watch", "create", "patch", "delete"]
+        found = []
+        for name, (api, kind) in KINDS.items():
+            if api == version:
+                entry = {"kind": kind, "namespaced": True, "verbs": verbs}
+                singular = kind.lower()
+                found.append({"name": name, "singularName": singular, **entry})
+                if name == "rolloutreplicas":
+                    found.append({"name": f"{name}/status", "singularName": "", **entry})
+        return web.json_response({"resources": found})
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        info = request.match_info
+        body = await request.read()
+        seen = Request(
+            method=request.method,
+            resource=info["resource"],
+            name=info.get("name", ""),
+            subresource=info.get("subresource", ""),
+            query=dict(request.query),
+            content_type=request.content_type,
+            body=json.loads(body) if body else None,
+        )
+        if seen.query.get("watch") == "true":
+            return await self._watch(request, seen)
+        self.requests.append(seen)
+        for fault in self.faults:
+            if fault.count > 0 and fault.match(seen):
+                fault.count -= 1
+                return _status(fault.status, "Made", fault.message, fault.headers)
+        try:
+            return web.json_response(self._answer(seen))
+        except Refused as refusal:
+            return _status(refusal.status, refusal.reason, refusal.message, {})
+
+    async def _watch(self, request: web.Request, seen: Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        queue: asyncio.Queue[Json | None] = asyncio.Queue()
+        queues = self._watches[seen.resource]
+        since = int(seen.query.get("resourceVersion") or 0)
+        for raw in self._objects[seen.resource].values():
+            if int(raw["metadata"]["resourceVersion"]) > since:
+                queue.put_nowait({"type": "MODIFIED", "object": copy.deepcopy(raw)})
+        queues.append(queue)
+        try:
+            while (item := await queue.get()) is not None:
+                await response.write(json.dumps(item).encode() + b"\n")
+                if item["type"] == "ERROR":
+                    break
+        except ConnectionError:
+            return response
+        finally:
+            queues.remove(queue)
+        return response
+
+    def _answer(self, seen: Request) -> Json:
+        objects = self._objects[seen.resource]
+        if seen.method == "GET" and not seen.name:
+            api, kind = KINDS[seen.resource]
+            meta = {"resourceVersion": str(self._version)}
+            items = [copy.deepcopy(o) for o in objects.values()]
+            return {"apiVersion": api, "kind": f"{kind}List", "metadata": meta, "items": items}
+        if seen.method == "POST":
+            return self._post(seen)
+        raw = objects.get(seen.name)
+        applying = seen.content_type == "application/apply-patch+yaml"
+        if raw is None:
+            if applying and not seen.subresource:
+                return self._create(seen.resource, copy.deepcopy(seen.body))
+            raise Refused(404, "NotFound", f"{seen.resource} {seen.name} not found")
+        if seen.method == "GET":
+            return copy.deepcopy(raw)
+        if seen.method == "DELETE":
+            return self._delete(seen, raw)
+        uid = (seen.body.get("metadata") or {}).get("uid")
+        if uid and uid != raw["metadata"]["uid"]:
+            raise Refused(409, "Conflict", "uid mismatch")
+        if seen.subresource == "status":
+            # applied by its only owner: what it does not name is gone
+            return self._store(seen.resource, {**raw, "status": seen.body["status"]})
+        return self._store(seen.resource, _merged(raw, seen.body))
+
+    def _post(self, seen: Request) -> Json:
+        name = seen.body["metadata"]["name"]
+        if seen.resource == "pods":
+            self.admit(seen.body)
+        if name in self._objects[seen.resource]:
+            raise Refused(409, "AlreadyExists", f"{seen.resource} {name} already exists")
+        if "dryRun" in seen.query:
+            return copy.deepcopy(seen.body)
+        return self._create(seen.resource, copy.deepcopy(seen.body))
+
+    def _delete(self, seen: Request, raw: Json) -> Json:
+        wanted = ((seen.body or {}).get("preconditions") or {}).get("uid")
+        if wanted and wanted != raw["metadata"]["uid"]:
+            raise Refused(409, "Conflict", "the uid in the precondition does not match")
+        if seen.resource == "pods":
+            return self._end_pod(seen.name)
+        self.remove(seen.resource, seen.name)
+        return {"kind": "Status", "status": "Success"}
+
+    def _end_pod(self, name: str) -> Json:
+        return self.change("pods", name, {"metadata": {"deletionTimestamp": _now()}})
+
+    # -- the store
+
+    def _create(self, resource: str, body: Json) -> Json:
+        api, kind = KINDS[resource]
+        meta = body.setdefault("metadata", {})
+        body |= {"apiVersion": api, "kind": kind}
+        meta |= {
+            "namespace": self.namespace,
+            "uid": str(uuid.uuid4()),
+            "creationTimestamp": _now(),
+            "generation": 1,
+        }
+        return self._store(resource, body, kind="ADDED")
+
+    def _store(self, resource: str, body: Json, kind: str = "MODIFIED") -> Json:
+        name = body["metadata"]["name"]
+        old = self._objects[resource].get(name)
+        if old == body:
+            return copy.deepcopy(body)
+        self._version += 1
+        if old is not None and old.get("spec") != body.get("spec"):
+            body["metadata"] = {
+                **body["metadata"],
+                "generation": old["metadata"]["generation"] + 1,
+            }
+        body["metadata"] = {**body["metadata"], "resourceVersion": str(self._version)}
+        self._objects[resource][name] = body
+        self._tell(resource, kind, body)
+        return copy.deepcopy(body)
+
+    def _tell(self, resource: str, kind: str, raw: Json) -> None:
+        if resource in self.muted:
+            return
+        for queue in self._watches[resource]:
+            queue.put_nowait({"type": kind, "object": copy.deepcopy(raw)})
+
+
+def _merged(old: Any, patch: Any) -> Any:
+    if not isinstance(patch, dict) or not isinstance(old, dict):
+        return copy.deepcopy(patch)
+    new = dict(old)
+    for key, value in patch.items():
+        if value is None:
+            new.pop(key, None)
+        else:
+            new[key] = _merged(new.get(key), value)
+    return new
+
+
+def _status(status: int, reason: str, message: str, headers: dict[str, str]) -> web.Response:
+    body = {"kind": "Status", "code": status, "reason": reason, "message": message}
+    return web.json_response(body, status=status, headers=headers)
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,269 @@
+"""A fake engine and a fake weights agent: deterministic, scripted, for interleavings only.
+
+The engine's tokens depend on the weights it really holds and on what its cache really holds, so
+that a mix of versions, a load that was not finished, and a stale cache all show in the tokens.
+"""
+
+import asyncio
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout_pod.engine.base import (
+    EngineDeadError,
+    EngineOutput,
+    EngineRequest,
+    EngineSettings,
+    InvalidSamplingParams,
+    RankReport,
+)
+from rollout_pod.protocol import EngineInfo
+from rollout_pod.weights.agent_client import StageError, TransferError
+
+GARBAGE = "garbage"
+VOCAB = 50_000
+
+
+def fake_token(version: str, history: Sequence[int]) -> int:
+    """The next token under ``version``; another version gives another one."""
+    text = f"{version}:{','.join(map(str, history))}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) % VOCAB
+
+
+def fake_tokens(version: str, prompt: Sequence[int], n: int) -> list[int]:
+    """``n`` tokens after ``prompt``, all under ``version``."""
+    tokens: list[int] = []
+    for _ in range(n):
+        tokens.append(fake_token(version, [*prompt, *tokens]))
+    return tokens
+
+
+@dataclass
+class _Request:
+    tokens: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+
+@dataclass
+class FakeEngine:
+    """Behaves as the Engine Protocol says; faults are set as attributes by a test."""
+
+    world: int = 1
+    step_s: float = 0.0
+    max_model_len: int = 4096
+    holds: str = "base"
+    needs_flush: bool = False
+    cache_of: str | None = None
+    paused: bool = False
+    start_error: Exception | None = None
+    start_gate: asyncio.Event | None = None
+    dead: str | None = None
+    pause_hangs: bool = False
+    refuse_clear: int = 0
+    agent: "FakeAgent | None" = None
+    published: str | None = None
+    calls: list[str] = field(default_factory=list)
+    _requests: dict[str, _Request] = field(default_factory=dict)
+    _moved: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self) -> EngineInfo:
+        self.calls.append("start")
+        if self.start_gate:
+            await self.start_gate.wait()
+        if self.start_error:
+            raise self.start_error
+        return EngineInfo(
+            name="fake", version="1", logprobs_mode="processed_logprobs",
+            generation_config="vllm", max_model_len=self.max_model_len, world_size=self.world,
+        )  # fmt: skip
+
+    def sampling_params(self, raw: Mapping[str, Any], *, max_tokens: int) -> object:
+        for name in raw:
+            if name not in {"temperature", "min_tokens"}:
+                raise InvalidSamplingParams(name, "unknown sampling parameter")
+        return max_tokens
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        if request.engine_id in self._requests:
+            raise AssertionError("an engine id was used twice")
+        mine = self._requests[request.engine_id] = _Request()
+        assert isinstance(request.params, int)
+        try:
+            while len(mine.tokens) < request.params and not mine.aborted:
+                if self.dead:
+                    raise EngineDeadError(self.dead)
+                if self.paused:
+                    await self._moved.wait()
+                    continue
+                if self.cache_of not in (None, self.holds):
+                    version = GARBAGE  # stale cache
+                else:
+                    version = self.cache_of = self.holds
+                mine.tokens.append(fake_token(version, [*request.prompt_token_ids, *mine.tokens]))
+                await asyncio.sleep(self.step_s)
+            reason = "abort" if mine.aborted else "length"
+            return EngineOutput(tuple(mine.tokens), (-0.5,) * len(mine.tokens), reason)
+        finally:
+            del self._requests[request.engine_id]
+
+    async def abort(self, engine_id: str) -> None:
+        if engine_id in self._requests:
+            self._requests[engine_id].aborted = True
+            self._move()
+
+    async def pause(self) -> None:
+        self.calls.append("pause")
+        if self.dead:
+            raise EngineDeadError(self.dead)
+        if self.pause_hangs:
+            await asyncio.Event().wait()
+        self.paused = True
+        for request in self._requests.values():
+            request.aborted = True
+        self._move()
+        await asyncio.sleep(0)
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+        self.paused = False
+        self._move()
+
+    async def load_weights(
+        self, session: str, *, version: str, flush: bool, timeout_s: float
+    ) -> tuple[RankReport, ...]:
+        self.calls.append(f"load {version}{' flush' if flush else ''}")
+        if not self.paused or self._requests:
+            raise AssertionError("weights were loaded under running requests")
+        assert self.agent is not None
+        outcome = await self.agent.outcome(session, version)
+        if outcome == "dies":
+            self.kill("died in a load")
+            raise EngineDeadError("died in a load")
+        if self.needs_flush and not flush:
+            outcome = "midway"
+        if outcome == "ok":
+            self.holds, self.needs_flush = version, False
+            return tuple(RankReport(r, "host", True, version) for r in range(self.world))
+        touched = outcome != "untouched"
+        if touched:
+            self.holds, self.needs_flush = GARBAGE, True
+        return tuple(
+            RankReport(
+                r, "host", r != 0, version, error="scripted" if r == 0 else "", touched=touched
+            )
+            for r in range(self.world)
+        )
+
+    async def clear_caches(self) -> bool:
+        self.calls.append("clear")
+        if self.refuse_clear:
+            self.refuse_clear -= 1
+            return False
+        self.cache_of = None
+        return True
+
+    async def publish_version(self, version: str) -> None:
+        self.published = version
+
+    def rank_sockets(self) -> tuple[Path, ...]:
+        return tuple(Path(f"/nowhere/rank-{r}.sock") for r in range(self.world))
+
+    def model_path(self) -> Path | None:
+        return Path("/models/base")
+
+    def dead_error(self) -> str | None:
+        return self.dead
+
+    async def shutdown(self) -> None:
+        self.kill("shut down")
+
+    def kill(self, why: str) -> None:
+        """End the engine as a crash does."""
+        self.dead = why
+        self._move()
+
+    @property
+    def running(self) -> int:
+        return len(self._requests)
+
+    def _move(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+
+@dataclass(frozen=True)
+class FakeStaged:
+    bytes: int = 4096
+    seconds: float = 0.01
+    transport: str = "shared_memory"
+
+
+@dataclass
+class FakeAgent:
+    """``stage_script`` and ``send_script`` hold, by version, what the next calls do; then ``ok``.
+
+    stage: ``ok`` or an error text. send: ``ok``, ``untouched`` (fails before the first byte),
+    ``midway`` (after it), ``dies`` (the engine dies).
+    """
+
+    stage_script: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    send_script: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    stage_gate: asyncio.Event | None = None
+    send_gate: asyncio.Event | None = None
+    staged: dict[str, str] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    _outcomes: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+
+    async def stage(
+        self, *, session: str, version: str, path: str, rank_sockets: Sequence[Path],
+        bucket_bytes: int, timeout_s: float, on_progress: Callable[[int, int], None] | None = None,
+    ) -> FakeStaged:  # fmt: skip
+        self.calls.append(f"stage {version} {path}")
+        if self.stage_gate:
+            await self.stage_gate.wait()
+        await asyncio.sleep(0)
+        script = self.stage_script[version]
+        outcome = script.pop(0) if script else "ok"
+        if outcome != "ok":
+            raise StageError(outcome, kind="source", retryable=True)
+        self.staged[session] = version
+        return FakeStaged()
+
+    async def send(self, *, session: str, timeout_s: float) -> FakeStaged:
+        version = self.staged.get(session)
+        outcome = "untouched"
+        if version is not None:
+            script = self.send_script[version]
+            outcome = script.pop(0) if script else "ok"
+        self.calls.append(f"send {version} {outcome}")
+        if self.send_gate:
+            await self.send_gate.wait()
+        self._outcome(session).set_result(outcome)
+        if outcome != "ok":
+            raise TransferError(f"scripted: {outcome}", kind="ranks")
+        return FakeStaged()
+
+    async def outcome(self, session: str, version: str) -> str:
+        return await self._outcome(session)
+
+    async def committed(self, *, session: str) -> None:
+        self.calls.append(f"committed {self.staged.get(session)}")
+
+    async def discard(self, *, session: str) -> None:
+        self.staged.pop(session, None)
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    def _outcome(self, session: str) -> asyncio.Future[str]:
+        if session not in self._outcomes:
+            self._outcomes[session] = asyncio.get_running_loop().create_future()
+        return self._outcomes[session]
+
+
+def create(settings: EngineSettings) -> FakeEngine:
+    """Entry point, for tests that start a whole process around the fake engine."""
+    return FakeEngine()

@@ -1,0 +1,353 @@
+"""The pod's plan as tables, and as a machine that must come to rest."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_pod.protocol import CancelReason, DesiredDocument, PodPhase, WeightsRef, WeightsSource
+from rollout_pod.supervisor import plan
+from rollout_pod.supervisor.plan import next_step
+from rollout_pod.supervisor.state import (
+    BASE,
+    EngineStatus,
+    PodState,
+    Stage,
+    StageStatus,
+    is_ready,
+    phase_of,
+)
+
+
+def ref(version: str) -> WeightsRef:
+    return WeightsRef(version=version, source=WeightsSource(path=f"/w/{version}"))
+
+
+ONE, TWO = ref("step-1"), ref("step-2")
+UP = PodState(engine=EngineStatus.UP, loaded=BASE)
+SERVING = replace(
+    UP, gate_open=True, loaded=ONE, transferred=True, committed=ONE, last_committed=ONE
+)
+READY_TWO = Stage(TWO, "s", StageStatus.READY)
+CLOSED = replace(SERVING, gate_open=False, closed_for=CancelReason.UPDATING, idle=True)
+POISONED = replace(CLOSED, committed=None, loaded=None, poisoned=True)
+
+
+def doc(weights: WeightsRef | None = ONE, **more: object) -> DesiredDocument:
+    return DesiredDocument.model_validate(
+        {"owner": "o", "generation": 1, "weights": weights, **more}
+    )
+
+
+@pytest.mark.parametrize(
+    ("desired", "state", "step"),
+    [
+        pytest.param(doc(), PodState(), plan.Load(), id="a new process loads the model"),
+        pytest.param(
+            doc(),
+            replace(SERVING, engine=EngineStatus.DEAD, last_error="boom"),
+            plan.Restart("boom"),
+            id="a dead engine ends the process",
+        ),
+        pytest.param(None, UP, plan.Wait(), id="without a document nothing is served"),
+        pytest.param(doc(None), UP, plan.Commit(BASE), id="base is what the boot loaded"),
+        pytest.param(doc(), UP, plan.Prefetch(ONE), id="a fresh pod fetches what is wanted"),
+        pytest.param(
+            doc(fallback=BASE), UP, plan.Prefetch(ONE), id="and does not serve the fallback first"
+        ),
+        pytest.param(
+            doc(fallback=BASE),
+            UP.with_stage_failure(ONE, retry_at=9.0),
+            plan.Commit(BASE),
+            id="the fallback is served when the wanted version cannot be had",
+        ),
+        pytest.param(
+            doc(fallback=TWO),
+            UP.with_stage_failure(ONE, retry_at=9.0),
+            plan.Prefetch(TWO),
+            id="a fallback that is not loaded is fetched",
+        ),
+        pytest.param(
+            doc(fallback=TWO),
+            replace(UP, last_committed=BASE).with_stage_failure(ONE, retry_at=9.0),
+            plan.Commit(BASE),
+            id="the pod's own record wins over the document's fallback",
+        ),
+        pytest.param(
+            doc(TWO, fallback=ONE),
+            replace(
+                UP,
+                idle=True,
+                closed_for=CancelReason.UPDATING,
+                stage=Stage(ONE, "s", StageStatus.RUNNING),
+            ).with_stage_failure(TWO, retry_at=0.5),
+            plan.Wait(),
+            id="a retry does not chase off the fallback that is on its way",
+        ),
+        pytest.param(doc(), SERVING, plan.Wait(), id="served and wanted: rest"),
+        pytest.param(
+            doc(paused=True), SERVING, plan.CloseGate(CancelReason.PAUSED), id="pause closes"
+        ),
+        pytest.param(
+            doc(paused=True),
+            replace(SERVING, gate_open=False, closed_for=CancelReason.PAUSED),
+            plan.Cancel(),
+            id="then cuts",
+        ),
+        pytest.param(
+            doc(paused=True),
+            replace(SERVING, gate_open=False, closed_for=CancelReason.PAUSED, idle=True),
+            plan.Wait(),
+            id="then rests",
+        ),
+        pytest.param(
+            doc(),
+            replace(SERVING, gate_open=False, closed_for=CancelReason.PAUSED, idle=True),
+            plan.OpenGate(),
+            id="unpause opens",
+        ),
+        pytest.param(doc(TWO), SERVING, plan.Prefetch(TWO), id="a new version is fetched first"),
+        pytest.param(
+            doc(TWO),
+            replace(SERVING, stage=Stage(TWO, "s", StageStatus.RUNNING)),
+            plan.Wait(),
+            id="serving goes on while it is",
+        ),
+        pytest.param(
+            doc(TWO, paused=True),
+            replace(SERVING, stage=Stage(TWO, "s", StageStatus.RUNNING)),
+            plan.CloseGate(CancelReason.PAUSED),
+            id="a pause does not wait for a prefetch",
+        ),
+        pytest.param(
+            doc(TWO),
+            replace(SERVING, stage=READY_TWO),
+            plan.CloseGate(CancelReason.UPDATING),
+            id="the gate closes only when every rank accepted the manifest",
+        ),
+        pytest.param(
+            doc(TWO),
+            replace(CLOSED, idle=False, stage=READY_TWO),
+            plan.Cancel(),
+            id="update: cut",
+        ),
+        pytest.param(
+            doc(TWO),
+            replace(CLOSED, stage=READY_TWO),
+            plan.Transfer(TWO, "s", flush=False),
+            id="update: transfer",
+        ),
+        pytest.param(
+            doc(TWO),
+            replace(CLOSED, loaded=TWO, caches_clear=False, stage=READY_TWO),
+            plan.ClearCaches(),
+            id="update: caches before the commit",
+        ),
+        pytest.param(
+            doc(TWO),
+            replace(CLOSED, loaded=TWO, stage=READY_TWO),
+            plan.Commit(TWO),
+            id="update: commit",
+        ),
+        pytest.param(
+            doc(ref("step-3")),
+            replace(CLOSED, loaded=TWO, stage=READY_TWO),
+            plan.Commit(TWO),
+            id="what was loaded is committed, also when something newer is wanted by now",
+        ),
+        pytest.param(
+            doc(TWO),
+            replace(CLOSED, loaded=TWO, committed=TWO),
+            plan.OpenGate(),
+            id="update: open",
+        ),
+        pytest.param(
+            doc(TWO, paused=True),
+            replace(CLOSED, loaded=TWO, committed=TWO),
+            plan.CloseGate(CancelReason.PAUSED),
+            id="an update under a pause ends paused",
+        ),
+        pytest.param(
+            doc(TWO),
+            SERVING.with_stage_failure(TWO, retry_at=9.0),
+            plan.Wait(9.0),
+            id="a version that cannot be had touches nothing and is tried again",
+        ),
+        pytest.param(
+            doc(TWO),
+            SERVING.with_stage_failure(TWO, retry_at=0.5),
+            plan.Prefetch(TWO),
+            id="when its time has come",
+        ),
+        pytest.param(
+            doc(ref("step-3")),
+            replace(SERVING, stage=READY_TWO),
+            plan.Prefetch(ref("step-3")),
+            id="a newer wish supersedes a staged version",
+        ),
+        pytest.param(doc(TWO), POISONED, plan.Prefetch(TWO), id="poisoned: fetch it all again"),
+        pytest.param(
+            doc(TWO),
+            replace(POISONED, stage=READY_TWO),
+            plan.Transfer(TWO, "s", flush=True),
+            id="poisoned: a complete resend, flushed first",
+        ),
+        pytest.param(
+            doc(TWO),
+            replace(POISONED, rejected=TWO),
+            plan.Prefetch(ONE),
+            id="poisoned and rejected: back to what was committed last",
+        ),
+        pytest.param(
+            doc(TWO), replace(SERVING, rejected=TWO), plan.Wait(), id="rejected: serve on"
+        ),
+        pytest.param(
+            doc(TWO),
+            replace(POISONED, rejected=TWO, last_committed=None),
+            plan.Wait(),
+            id="rejected with nothing to fall back to: wait for another wish",
+        ),
+        pytest.param(
+            doc(TWO, max_attempts=1),
+            replace(POISONED, rejected=TWO).with_load_failure(ONE),
+            plan.Restart("the fallback step-1 failed 1 times"),
+            id="the fallback fails too: only a restart helps",
+        ),
+        pytest.param(
+            doc(ONE.model_copy(update={"step": 7})),
+            SERVING,
+            plan.Relabel(ONE.model_copy(update={"step": 7})),
+            id="another step of the same version moves no byte",
+        ),
+        pytest.param(doc(), replace(SERVING, draining=True), plan.Drain(), id="drain"),
+        pytest.param(
+            doc(), replace(SERVING, draining=True, drained=True), plan.Wait(), id="drained"
+        ),
+    ],
+)
+def test_next_step(desired: DesiredDocument | None, state: PodState, step: plan.Step) -> None:
+    assert next_step(desired, state, now=1.0) == step
+
+
+@pytest.mark.parametrize(
+    ("state", "phase", "ready"),
+    [
+        (PodState(), PodPhase.LOADING, False),
+        (UP, PodPhase.STALE, False),
+        (SERVING, PodPhase.SERVING, True),
+        (replace(SERVING, gate_open=False, closed_for=CancelReason.PAUSED), PodPhase.PAUSED, True),
+        (CLOSED, PodPhase.UPDATING, True),
+        (replace(CLOSED, transferring=True, loaded=None), PodPhase.UPDATING, True),
+        (POISONED, PodPhase.POISONED, False),
+        (replace(POISONED, transferring=True), PodPhase.UPDATING, False),
+        (replace(SERVING, draining=True), PodPhase.DRAINING, False),
+        (replace(SERVING, engine=EngineStatus.DEAD), PodPhase.FAILED, False),
+    ],
+)
+def test_phase_and_readiness(state: PodState, phase: PodPhase, ready: bool) -> None:
+    assert (phase_of(state), is_ready(state)) == (phase, ready)
+
+
+REFS = [BASE, ONE, TWO, ref("step-3")]
+some_ref = st.sampled_from(REFS)
+maybe_ref = st.none() | some_ref
+
+
+@st.composite
+def states(draw: st.DrawFn) -> PodState:
+    """States that a supervisor can be in."""
+    poisoned = draw(st.booleans())
+    committed = None if poisoned else draw(maybe_ref)
+    loaded = None if poisoned else (committed or draw(some_ref))
+    if committed and draw(st.booleans()):
+        loaded = draw(some_ref)
+    transferred = draw(st.booleans()) if loaded == BASE else True
+    if committed is not None and loaded != committed:
+        transferred = True
+    gate_open = committed is not None and loaded == committed and draw(st.booleans())
+    stage_ref = draw(maybe_ref)
+    state = PodState(
+        engine=EngineStatus.UP,
+        gate_open=gate_open,
+        closed_for=None if gate_open else draw(st.sampled_from(CancelReason)),
+        idle=not gate_open and draw(st.booleans()),
+        loaded=loaded,
+        transferred=transferred,
+        caches_clear=loaded == committed or draw(st.booleans()),
+        committed=committed,
+        last_committed=committed or draw(maybe_ref),
+        poisoned=poisoned,
+        stage=Stage(stage_ref, "s", draw(st.sampled_from(StageStatus))) if stage_ref else None,
+        rejected=draw(maybe_ref),
+    )
+    for failed in draw(st.lists(some_ref, max_size=2, unique=True)):
+        state = state.with_stage_failure(failed, retry_at=draw(st.sampled_from([0.0, 5.0])))
+    return state
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> DesiredDocument:
+    wanted = draw(st.none() | st.sampled_from(REFS[1:]))
+    return doc(wanted, paused=draw(st.booleans()), fallback=draw(maybe_ref))
+
+
+def do(step: plan.Step, state: PodState) -> PodState:
+    """The effect of a step when everything goes well."""
+    match step:
+        case plan.Prefetch(target):
+            return replace(
+                state.without_stage_failure(target), stage=Stage(target, "s", StageStatus.READY)
+            )
+        case plan.CloseGate(reason):
+            return replace(state, gate_open=False, closed_for=reason)
+        case plan.Cancel():
+            assert not state.gate_open
+            return replace(state, idle=True)
+        case plan.Transfer(target, _, flush):
+            assert state.idle and not state.gate_open
+            assert flush == state.poisoned
+            return replace(
+                state, loaded=target, transferred=True, caches_clear=False, poisoned=False
+            )
+        case plan.ClearCaches():
+            assert not state.gate_open
+            return replace(state, caches_clear=True)
+        case plan.Commit(target):
+            assert not state.gate_open
+            assert state.loaded is not None and state.loaded.version == target.version
+            assert state.caches_clear and not state.poisoned
+            return replace(state, committed=target, last_committed=target, stage=None)
+        case plan.Relabel(target):
+            return replace(state, committed=target, last_committed=target, loaded=target)
+        case plan.OpenGate():
+            assert state.committed and state.loaded
+            assert state.committed.version == state.loaded.version and state.caches_clear
+            return replace(state, gate_open=True, idle=False, closed_for=None)
+        case _:
+            raise AssertionError(step)
+
+
+@given(desired=documents(), state=states())
+def test_every_state_comes_to_rest_where_the_document_says(
+    desired: DesiredDocument, state: PodState
+) -> None:
+    now = 10.0
+    for _ in range(40):
+        step = next_step(desired, state, now)
+        if isinstance(step, plan.Wait):
+            running = state.stage is not None and state.stage.status is StageStatus.RUNNING
+            if running:  # the agent ends its work
+                assert state.stage
+                state = do(plan.Prefetch(state.stage.ref), state)
+                continue
+            break
+        state = do(step, state)
+    else:
+        raise AssertionError("no rest")
+    wanted = desired.weights or BASE
+    if state.rejected != wanted:
+        assert state.committed is not None and state.committed.version == wanted.version
+    if state.committed is not None:
+        assert state.gate_open == (not desired.paused)
+    assert isinstance(next_step(desired, state, now), plan.Wait)

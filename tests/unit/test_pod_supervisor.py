@@ -1,0 +1,426 @@
+"""The supervisor on the fakes: every step, twice, late, out of order, and with a death in it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout_pod.engine.base import EngineDeadError, EngineStartError
+from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotReady
+from rollout_pod.protocol import DesiredDocument, StateDocument, UpdatePhase
+from rollout_pod.supervisor import staging
+from rollout_pod.supervisor.supervisor import Fenced, PodFailed, PreconditionFailed
+from tests.support.fakes import FakeAgent, FakeEngine, fake_tokens
+from tests.support.pods import Pod, ref, running_pod
+
+LONG = 3000
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_RETRY_BASE_S", 0.02)
+
+
+PROMPT = [1, 2, 3]
+
+
+async def start_long(pod: Pod, n: int = 4) -> list[asyncio.Task]:
+    """Start rollouts and return when the engine has them all."""
+    tasks = [asyncio.create_task(pod.ask([*PROMPT, i], LONG)) for i in range(n)]
+    while pod.engine.running < n:
+        await asyncio.sleep(0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_a_fresh_pod_serves_base(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        with pytest.raises(NotReady):
+            await pod.ask(PROMPT, 4)
+        assert not pod.supervisor.is_ready
+        pod.want()
+        state = await pod.serving("base")
+        assert state.ready
+        answer = await pod.ask(PROMPT, 4)
+        assert answer.token_ids == fake_tokens("base", PROMPT, 4)
+        assert (answer.finish_reason, answer.is_cancel) == ("length", False)
+        assert pod.agent.calls == []
+
+
+async def test_pause_returns_every_partial_and_loses_no_token(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        tasks = await start_long(pod)
+        pod.want(paused=True)
+        state = await pod.until(lambda s: s.phase == "Paused")
+        partials = await asyncio.gather(*tasks)
+        assert state.ready
+        assert pod.engine.running == pod.supervisor.gate.unfinished == 0
+        for i, partial in enumerate(partials):
+            assert (partial.is_cancel, partial.cancel_reason) == (True, "paused")
+            assert 0 < len(partial.token_ids) < LONG
+            refused = await pod.ask([*PROMPT, i], LONG)
+            assert (refused.token_ids, refused.cancel_reason) == ([], "refused")
+        pod.want()
+        await pod.serving("base")
+        for i, partial in enumerate(partials):
+            rest = await pod.ask(
+                [*PROMPT, i], LONG, generated_token_ids=partial.token_ids, attempt=2
+            )
+            assert rest.attempt == 2
+            whole = partial.token_ids + rest.token_ids
+            assert whole == fake_tokens("base", [*PROMPT, i], LONG)
+
+
+async def test_parked_requests_wait_for_the_gate(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want(paused=True)
+        await pod.until(lambda s: s.phase == "Paused")
+        parked = asyncio.create_task(pod.ask(PROMPT, 4, on_pause="wait"))
+        with pytest.raises(GateStayedClosed):
+            await pod.ask(PROMPT, 4, on_pause="wait", timeout_s=0.05)
+        assert not parked.done() and pod.supervisor.gate.parked == 1
+        pod.want()
+        assert (await parked).finish_reason == "length"
+        assert pod.supervisor.gate.parked == 0
+
+
+async def test_an_update_cuts_transfers_clears_commits_and_opens(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        tasks = await start_long(pod)
+        pod.engine.calls.clear()
+        pod.want(ref("step-1", step=1))
+        state = await pod.serving("step-1")
+        partials = await asyncio.gather(*tasks)
+        assert {p.cancel_reason for p in partials} == {"updating"}
+        assert pod.engine.calls == ["pause", "load step-1", "clear", "resume"]
+        assert state.update is not None
+        assert state.update.phase is UpdatePhase.COMMITTED
+        assert state.update.seconds.paused is not None and state.update.seconds.paused > 0
+        assert (state.update.bytes, state.update.transport) == (4096, "shared_memory")
+        answer = await pod.ask(PROMPT, 3)
+        assert [(s.version, s.step) for s in answer.weight_versions] == [("step-1", 1)]
+        assert pod.engine.published == "step-1"
+        assert pod.agent.calls[-1] == "committed step-1"
+
+
+async def test_a_version_that_cannot_be_had_touches_nothing(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    agent.stage_script["step-404"] = ["no such folder: /w/step-404"] * 2
+    async with running_pod(tmp_path, agent=agent) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.engine.calls.clear()
+        pod.want(ref("step-404"))
+        state = await pod.until(lambda s: bool(s.update and s.update.phase == "Waiting"))
+        assert state.phase == "Serving" and state.ready and state.weight_version == "base"
+        assert "no such folder" in state.update.message
+        assert pod.engine.calls == []
+        assert (await pod.ask(PROMPT, 3)).finish_reason == "length"
+        await pod.serving("step-404")  # mended: it heals by itself
+
+
+async def test_a_failure_before_the_first_byte_poisons_nothing(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    agent.send_script["step-1"] = ["untouched"]
+    async with running_pod(tmp_path, agent=agent) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.engine.calls.clear()
+        pod.want(ref("step-1"))
+        await pod.serving("step-1")
+        assert pod.engine.calls.count("load step-1") == 2
+        assert "load step-1 flush" not in pod.engine.calls
+
+
+async def test_a_failure_in_the_middle_poisons_until_a_complete_resend(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    agent.send_script["step-1"] = ["midway"]
+    agent.send_gate = asyncio.Event()
+    async with running_pod(tmp_path, agent=agent) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.want(ref("step-1"))
+        seen: list[StateDocument] = []
+
+        async def watch() -> None:
+            state = pod.state
+            while state.weight_version != "step-1":
+                seen.append(state)
+                state = await pod.supervisor.board.wait_news(
+                    after=f"{state.boot_id}:{state.revision}", timeout_s=5
+                )
+
+        watcher = asyncio.create_task(watch())
+        await pod.until(lambda s: bool(s.update and s.update.phase == "Transferring"))
+        during = await pod.ask(PROMPT, 3)
+        assert during.cancel_reason == "refused"
+        agent.send_gate.set()
+        await pod.serving("step-1")
+        await asyncio.wait_for(watcher, 5)
+        assert any(s.phase == "Poisoned" and not s.ready and s.gate == "closed" for s in seen)
+        assert "load step-1 flush" in pod.engine.calls
+        assert pod.engine.calls.count("resume") == 2  # base, then step-1: never in between
+        assert (await pod.ask(PROMPT, 3)).finish_reason == "length"
+
+
+async def test_a_version_that_fails_again_and_again_is_rejected(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    agent.send_script["step-2"] = ["midway"] * 9
+    async with running_pod(tmp_path, agent=agent) as pod:
+        pod.want(ref("step-1"))
+        await pod.serving("step-1")
+        pod.want(ref("step-2"))
+        state = await pod.serving("step-1")
+        state = await pod.until(lambda s: s.rejected == ref("step-2") and s.ready)
+        assert pod.agent.calls.count("send step-2 midway") == 3
+        await asyncio.sleep(0.05)
+        assert pod.agent.calls.count("send step-2 midway") == 3, "a rejected version was tried"
+        assert (await pod.ask(PROMPT, 3)).weight_versions[0].version == "step-1"
+    async with running_pod(tmp_path, agent=FakeAgent()) as pod:  # the container restarted
+        state = await pod.serving("step-1")
+        assert state.rejected == ref("step-2")
+        pod.agent.send_script["step-2"] = ["ok"]
+        pod.want(ref("step-2", path="/mended/step-2"))
+        await pod.serving("step-2")
+        assert pod.state.rejected is None
+
+
+async def test_a_fallback_that_fails_ends_the_process(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    agent.send_script["step-2"] = ["midway"] * 9
+    agent.send_script["step-1"] = ["ok"] + ["midway"] * 9
+    async with running_pod(tmp_path, agent=agent) as pod:
+        pod.want(ref("step-1"))
+        await pod.serving("step-1")
+        pod.want(ref("step-2"))
+        with pytest.raises(PodFailed, match="fallback step-1 failed 3 times"):
+            await asyncio.wait_for(asyncio.shield(pod.task), 10)
+    async with running_pod(tmp_path, agent=FakeAgent()) as pod:
+        state = await pod.serving("step-1")
+        assert state.rejected == ref("step-2")
+
+
+async def test_two_quick_wishes_end_in_the_newest(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.agent.stage_gate = asyncio.Event()
+        pod.want(ref("step-1"))
+        await pod.until(lambda s: bool(s.update and s.update.phase == "Prefetching"))
+        pod.want(ref("step-2"))
+        pod.agent.stage_gate.set()
+        await pod.serving("step-2")
+        assert "load step-1" not in pod.engine.calls
+
+
+async def test_a_wish_in_the_middle_of_a_transfer_comes_next(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.agent.send_gate = asyncio.Event()
+        pod.want(ref("step-1"))
+        await pod.until(lambda s: bool(s.update and s.update.phase == "Transferring"))
+        pod.want(ref("step-2"))
+        pod.want(ref("step-2"), paused=True)
+        pod.agent.send_gate.set()
+        state = await pod.until(lambda s: s.weight_version == "step-2" and s.phase == "Paused")
+        assert state.gate == "closed"
+
+
+async def test_documents_are_fenced(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        late = DesiredDocument(owner="o", generation=0, paused=True)
+        state = await pod.serving("base")
+        with pytest.raises(Fenced, match="generation 0 is older than 1"):
+            pod.supervisor.put_desired(late)
+        with pytest.raises(Fenced, match="owned by o, not by other"):
+            pod.supervisor.put_desired(DesiredDocument(owner="other", generation=9))
+        with pytest.raises(PreconditionFailed):
+            pod.supervisor.put_desired(
+                DesiredDocument(owner="o", generation=2), if_match=f"{state.boot_id}:0"
+            )
+        twice = pod.supervisor.put_desired(DesiredDocument(owner="o", generation=1))
+        assert twice.revision == state.revision, "an equal document is a no-op"
+        pod.supervisor.put_desired(DesiredDocument(owner="o", generation=1, paused=True))
+        await pod.until(lambda s: s.phase == "Paused")
+
+
+async def test_a_restarted_container_goes_on_by_itself(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want(ref("step-1"))
+        await pod.serving("step-1")
+    async with running_pod(tmp_path) as pod:
+        assert not pod.state.ready
+        with pytest.raises(NotReady):
+            await pod.ask(PROMPT, 3)
+        await pod.serving("step-1")
+
+
+async def test_killed_between_cancel_and_commit_the_update_completes(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want(ref("step-1"))
+        await pod.serving("step-1")
+        pod.agent.send_gate = asyncio.Event()
+        pod.want(ref("step-2"))
+        await pod.until(lambda s: bool(s.update and s.update.phase == "Transferring"))
+    async with running_pod(tmp_path) as pod:
+        await pod.serving("step-2")
+
+
+async def test_an_engine_that_does_not_start_ends_the_process(tmp_path: Path) -> None:
+    engine = FakeEngine(start_error=EngineStartError("ValueError: no such model"))
+    async with running_pod(tmp_path, engine=engine) as pod:
+        with pytest.raises(PodFailed, match="no such model"):
+            await asyncio.wait_for(asyncio.shield(pod.task), 5)
+        assert pod.supervisor.liveness_error() == "ValueError: no such model"
+
+
+@pytest.mark.parametrize("when", ["serving", "transfer"])
+async def test_a_dead_engine_ends_the_process(tmp_path: Path, when: str) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        if when == "serving":
+            tasks = await start_long(pod, 2)
+            pod.engine.kill("segmentation fault")
+            for task in tasks:
+                with pytest.raises(EngineDeadError):
+                    await task
+        else:
+            pod.agent.send_script["step-1"] = ["dies"]
+            pod.want(ref("step-1"))
+        with pytest.raises(PodFailed):
+            await asyncio.wait_for(asyncio.shield(pod.task), 5)
+        assert not pod.state.ready and pod.state.phase == "Failed"
+
+
+async def test_an_engine_that_does_not_let_go_is_dead(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.engine.pause_hangs = True
+        pod.want(paused=True, interruption={"timeout_s": 0.05})
+        with pytest.raises(PodFailed, match=r"did not pause within 0\.05 s"):
+            await asyncio.wait_for(asyncio.shield(pod.task), 5)
+
+
+async def test_a_cache_that_is_not_cleared_is_no_commit(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running_pod(tmp_path, engine=engine) as pod:
+        pod.want()
+        await pod.serving("base")
+        await pod.ask(PROMPT, 2)
+        engine.refuse_clear = 3
+        pod.want(ref("step-1"))
+        await pod.serving("step-1")
+        assert (await pod.ask(PROMPT, 2)).finish_reason == "length"
+        assert engine.calls.count("clear") == 4
+
+
+async def test_drain_lets_requests_end_then_cuts_them(tmp_path: Path) -> None:
+    async with running_pod(tmp_path, drain_timeout_s=0.2) as pod:
+        pod.engine.step_s = 0.001
+        pod.want()
+        await pod.serving("base")
+        short = asyncio.create_task(pod.ask([9], 20))
+        long = asyncio.create_task(pod.ask(PROMPT, LONG))
+        while pod.engine.running < 2:
+            await asyncio.sleep(0)
+        pod.supervisor.begin_drain()
+        assert not pod.state.ready
+        with pytest.raises(Draining):
+            await pod.ask([8], 3)
+        await asyncio.wait_for(asyncio.shield(pod.task), 5)
+        assert (await short).finish_reason == "length"
+        cut = await long
+        assert (cut.is_cancel, cut.cancel_reason) == (True, "draining") and cut.token_ids
+
+
+async def test_drain_while_the_engine_starts(tmp_path: Path) -> None:
+    engine = FakeEngine(start_gate=asyncio.Event())
+    async with running_pod(tmp_path, engine=engine) as pod:
+        await asyncio.sleep(0.01)
+        pod.supervisor.begin_drain()
+        await asyncio.wait_for(asyncio.shield(pod.task), 5)
+
+
+async def test_duplicate_ids_and_a_caller_that_goes(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        first = asyncio.create_task(pod.ask(PROMPT, LONG, request_id="same"))
+        while not pod.engine.running:
+            await asyncio.sleep(0)
+        with pytest.raises(DuplicateRequest):
+            await pod.ask(PROMPT, 3, request_id="same")
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert pod.engine.running == pod.supervisor.gate.unfinished == 0
+        assert (await pod.ask(PROMPT, 3, request_id="same")).finish_reason == "length"
+
+
+WISHES = st.lists(
+    st.tuples(
+        st.sampled_from(["want", "pause", "unpause", "ask", "late", "twice", "let", "restage"]),
+        st.integers(0, 3),
+    ),
+    max_size=25,
+)
+SCRIPTS = st.lists(st.sampled_from(["ok", "untouched", "midway"]), max_size=3)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(ops=WISHES, sends=SCRIPTS, stages=st.lists(st.booleans(), max_size=2))
+def test_whatever_comes_no_mix_is_served_and_the_newest_wish_wins(
+    tmp_path_factory: pytest.TempPathFactory, ops: list, sends: list, stages: list
+) -> None:
+    """Every answer's tokens are checked against its version by ``Pod.ask``."""
+
+    async def run() -> None:
+        agent = FakeAgent()
+        agent.send_script["step-1"] = list(sends)
+        agent.stage_script["step-2"] = ["nothing there" for fails in stages if fails]
+        async with running_pod(tmp_path_factory.mktemp("pod"), agent=agent) as pod:
+            weights, paused = None, False
+            last = pod.want()
+            tasks: list[asyncio.Task] = []
+            for op, n in ops:
+                if op == "want":
+                    weights = ref(f"step-{n}") if n else None
+                elif op in ("pause", "unpause"):
+                    paused = op == "pause"
+                if op in ("want", "pause", "unpause"):
+                    last = pod.want(weights, paused=paused, max_attempts=4)
+                elif op == "ask":
+                    on_pause = "wait" if n == 3 else "return"
+                    tasks.append(asyncio.create_task(pod.ask([n], 30 * n + 1, on_pause=on_pause)))
+                elif op == "twice":
+                    pod.supervisor.put_desired(last)
+                elif op == "late" and last.generation > 1:
+                    with pytest.raises(Fenced):
+                        pod.supervisor.put_desired(
+                            last.model_copy(update={"generation": last.generation - 1})
+                        )
+                for _ in range(n * 7):
+                    await asyncio.sleep(0)
+            pod.want(weights, max_attempts=4)
+            version = weights.version if weights else "base"
+            await pod.serving(version)
+            for answer in await asyncio.gather(*tasks, return_exceptions=True):
+                assert not isinstance(answer, AssertionError), answer
+                assert not isinstance(answer, BaseException) or isinstance(answer, NotReady)
+            assert (await pod.ask([5], 5)).weight_versions[0].version == version
+            assert pod.engine.running == pod.supervisor.gate.unfinished == 0
+
+    asyncio.run(run())
