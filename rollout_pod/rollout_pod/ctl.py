@@ -14,7 +14,6 @@ from rollout_pod.protocol import (
     GateState,
     Problem,
     StateDocument,
-    UpdatePhase,
 )
 
 _ATTEMPTS = 10
@@ -134,9 +133,8 @@ def is_settled_on(version: str) -> Callable[[StateDocument], bool]:
     """Whether the pod holds ``version``; raises ``CtlError`` if it gave up on it."""
 
     def done(state: StateDocument) -> bool:
-        update = state.update
-        if update and update.target == version and update.phase is UpdatePhase.REJECTED:
-            raise CtlError(f"{version} was rejected: {update.message}")
+        if state.rejected and state.rejected.version == version:
+            raise CtlError(f"{version} was rejected: {state.last_error}")
         return state.weight_version == version
 
     return done

@@ -1,13 +1,10 @@
 """A bound on what a request body may hold, before anybody parses it."""
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_pod.protocol import ProblemCode
 from rollout_pod.server.problems import problem_response
-
-
-class BodyTooLarge(Exception):
-    """More bytes came than allowed."""
 
 
 class BodyLimit:
@@ -22,8 +19,13 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        detail = f"the body is larger than {self._limit} bytes"
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self._limit:
+            response = problem_response(413, ProblemCode.BODY_TOO_LARGE, "Body too large", detail)
+            await response(scope, receive, send)
+            return
         seen = 0
-        started = False
 
         async def counted() -> Message:
             nonlocal seen
@@ -31,24 +33,7 @@ class BodyLimit:
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
                 if seen > self._limit:
-                    raise BodyTooLarge
+                    raise HTTPException(413, detail)  # the app answers it as a problem
             return message
 
-        async def noted(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        try:
-            if announced.isdigit() and int(announced) > self._limit:
-                raise BodyTooLarge
-            await self._app(scope, counted, noted)
-        except BodyTooLarge:
-            if started:
-                raise
-            response = problem_response(
-                413, ProblemCode.BODY_TOO_LARGE, "Body too large",
-                f"the body is larger than {self._limit} bytes",
-            )  # fmt: skip
-            await response(scope, receive, send)
+        await self._app(scope, counted, send)
