@@ -11,7 +11,7 @@ import httpx
 from rollout_pod.protocol import (
     LOCAL_OWNER,
     DesiredDocument,
-    GateState,
+    PodPhase,
     Problem,
     StateDocument,
 )
@@ -125,8 +125,8 @@ class Ctl:
 
 
 def is_paused(state: StateDocument) -> bool:
-    """The gate is closed and nothing is left in the engine."""
-    return state.gate is GateState.CLOSED and state.unfinished == 0
+    """The gate is closed, nothing is left in the engine, and every caller has its partial."""
+    return state.phase is PodPhase.PAUSED
 
 
 def is_settled_on(version: str) -> Callable[[StateDocument], bool]:
@@ -135,6 +135,9 @@ def is_settled_on(version: str) -> Callable[[StateDocument], bool]:
     def done(state: StateDocument) -> bool:
         if state.rejected and state.rejected.version == version:
             raise CtlError(f"{version} was rejected: {state.last_error}")
-        return state.weight_version == version
+        return state.weight_version == version and state.phase in (
+            PodPhase.SERVING,
+            PodPhase.PAUSED,
+        )
 
     return done

@@ -105,6 +105,8 @@ class Gate:
     """Of the desired document in force."""
     is_open: bool = False
     closed_for: CancelReason | None = None
+    changed_at: float = 0.0
+    """Unix time at which it last opened or closed."""
     is_draining: bool = False
     _live: dict[str, _Live] = field(default_factory=dict)
     _parked: set[str] = field(default_factory=set)
@@ -171,12 +173,15 @@ class Gate:
         self.weights = weights
         self.generation = generation
         self.is_open = True
+        self.changed_at = time.time()
         self.closed_for = None
         self._wake()
 
     def close(self, reason: CancelReason) -> None:
         """Let nothing pass from this moment on."""
-        self.is_open = False
+        if self.is_open:
+            self.is_open = False
+            self.changed_at = time.time()
         self.closed_for = reason
         self._wake()
 

@@ -17,6 +17,9 @@ class PodMetrics:
         self.registry = CollectorRegistry()
         r = self.registry
         self._gate = Gauge("rollout_gate_open", "1 while requests pass", registry=r)
+        self._gate_changed = Gauge(
+            "rollout_gate_changed_timestamp_seconds", "When it last opened or closed", registry=r
+        )
         self._unfinished = Gauge("rollout_unfinished", "Requests in the engine", registry=r)
         self._parked = Gauge("rollout_parked", "Requests that wait for the gate", registry=r)
         self._requests = Counter(
@@ -39,11 +42,16 @@ class PodMetrics:
         )
 
     def watch(
-        self, *, gate_open: Callable[[], bool], unfinished: Callable[[], int],
+        self,
+        *,
+        gate_open: Callable[[], bool],
+        gate_changed: Callable[[], float],
+        unfinished: Callable[[], int],
         parked: Callable[[], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read these when they are scraped."""
         self._gate.set_function(lambda: float(gate_open()))
+        self._gate_changed.set_function(gate_changed)
         self._unfinished.set_function(unfinished)
         self._parked.set_function(parked)
 
@@ -59,12 +67,16 @@ class PodMetrics:
         self._cancel_seconds.observe(counts.seconds)
 
     def updated(self, update: UpdateState) -> None:
-        """An update ended."""
+        """An update was committed, failed or was rejected."""
         self._updates.labels(update.phase.lower()).inc()
         if update.phase is UpdatePhase.COMMITTED:
             for step, seconds in update.seconds:
                 if seconds is not None:
                     self._update_seconds.labels(step).observe(seconds)
+
+    def paused_for_update(self, seconds: float) -> None:
+        """From the gate closed by an update to the gate open again."""
+        self._update_seconds.labels("paused").observe(seconds)
 
     def text(self) -> bytes:
         """The exposition format."""

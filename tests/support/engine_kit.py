@@ -1,7 +1,9 @@
 """What the engine tests share: checkpoints, the reference of Hugging Face, and a sender."""
 
 import asyncio
+import atexit
 import random
+import shutil
 import tempfile
 import threading
 import time
@@ -33,6 +35,7 @@ BASE_ARGS = ("--dtype=float32", "--max-model-len=2048", "--max-num-seqs=64")
 def checkpoint(kind: Kind, seed: int) -> Path:
     """A tiny checkpoint; the same one every time it is asked for."""
     path = Path(tempfile.mkdtemp(prefix=f"tiny-{kind}-{seed}-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
     make(path, kind=kind, seed=seed, shards=1 + seed)
     return path
 
@@ -131,11 +134,22 @@ async def update(
     bucket_bytes: int = 40_000,
     flush: bool = False,
     stop_after: int | None = None,
-    resume: bool = True,
+    wrong_at: int | None = None,
+    mute: bool = False,
+    timeout_s: float = 30,
 ) -> Sent:
     """Pause, load by the real protocol in shuffled order, clear the caches, resume.
 
-    ``stop_after``: so many buckets are sent, then the sender vanishes.
+    Args:
+        engine: running.
+        tensors: the version.
+        version: its name; also picks the order.
+        bucket_bytes: small ones split tensors and spread a layer over many.
+        flush: something failed before.
+        stop_after: so many buckets are sent, then the sender vanishes.
+        wrong_at: before this bucket, one is sent that was sent before.
+        mute: nothing is sent at all.
+        timeout_s: of the load.
     """
     session = uuid.uuid4().hex
     names = sorted(tensors)
@@ -144,12 +158,14 @@ async def update(
     await asyncio.to_thread(sender.offer)
     try:
         await engine.pause()
-        pushing = asyncio.ensure_future(asyncio.to_thread(sender.push, stop_after))
-        reports = await engine.load_weights(session, version=version, flush=flush, timeout_s=30)
+        pushing = asyncio.ensure_future(asyncio.to_thread(sender.push, stop_after, wrong_at, mute))
+        reports = await engine.load_weights(
+            session, version=version, flush=flush, timeout_s=timeout_s
+        )
         error = await pushing
     finally:
         await asyncio.to_thread(sender.close)
-    if resume and not error and all(r.ok for r in reports):
+    if not error and all(r.ok for r in reports):
         assert await engine.clear_caches()
         await engine.publish_version(version)
         await engine.resume()
@@ -183,7 +199,9 @@ class _Sender:
             self.close()
             raise
 
-    def push(self, stop_after: int | None) -> str:
+    def push(self, stop_after: int | None, wrong_at: int | None, mute: bool) -> str:
+        if mute:
+            return "sent nothing"
         values = list(self._tensors.values())
         deadline = time.monotonic() + 30
         try:
@@ -198,6 +216,9 @@ class _Sender:
                     at = base + entry.offset
                     piece = raw[entry.tensor_offset : entry.tensor_offset + entry.nbytes]
                     self._segment.map[at : at + entry.nbytes] = piece
+                if bucket.seq == wrong_at:
+                    first = self._plan.buckets[0]
+                    self._session.push(first, segment=self._segment.name, base=0)
                 self._session.push(bucket, segment=self._segment.name, base=base)
             self._session.finish(deadline)
         except SessionError as error:

@@ -91,7 +91,7 @@ class FakeApiServer:
             base = prefix + "/namespaces/{namespace}/{resource}"
             for path in (base, base + "/{name}", base + "/{name}/{subresource}"):
                 app.router.add_route("*", path, self._serve)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -170,6 +170,9 @@ class FakeApiServer:
                 found.append({"name": name, "singularName": singular, **entry})
                 if name == "rolloutreplicas":
                     found.append({"name": f"{name}/status", "singularName": "", **entry})
+        # Kopf begins when it knows of namespaces
+        cluster = {"kind": "Namespace", "namespaced": False, "verbs": verbs}
+        found.append({"name": "namespaces", "singularName": "namespace", **cluster})
         return web.json_response({"resources": found})
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:

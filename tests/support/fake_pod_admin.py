@@ -52,7 +52,7 @@ class FakePodAdmin:
         app = web.Application()
         app.router.add_put("/admin/v1/desired", self._put)
         app.router.add_get("/admin/v1/state", self._get)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, ip, port).start()
         self.ip = ip

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -151,7 +152,12 @@ class Place:
             [sys.executable, str(script), str(self.run_dir), str(self.shm_dir), str(host_memory)]
         )
         self.agents.append(process)
+        until(self._agent_listens, 60)
         return process
+
+    def _agent_listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.agent_socket)) == 0
 
     def segments(self) -> list[str]:
         return sorted(path.name for path in self.shm_dir.iterdir())
@@ -162,7 +168,11 @@ class Place:
         for agent in self.agents:
             if agent.poll() is None:
                 agent.send_signal(signal.SIGTERM)
-                agent.wait(20)
+                try:
+                    agent.wait(20)
+                finally:
+                    agent.kill()
+                    agent.wait()
 
 
 @contextmanager

@@ -112,7 +112,7 @@ async def test_an_update_cuts_transfers_clears_commits_and_opens(tmp_path: Path)
 
 async def test_a_version_that_cannot_be_had_touches_nothing(tmp_path: Path) -> None:
     agent = FakeAgent()
-    agent.stage_script["step-404"] = ["no such folder: /w/step-404"] * 2
+    agent.stage_script["step-404"] = ["no such folder: /w/step-404"] * 3
     async with running_pod(tmp_path, agent=agent) as pod:
         pod.want()
         await pod.serving("base")
@@ -123,6 +123,10 @@ async def test_a_version_that_cannot_be_had_touches_nothing(tmp_path: Path) -> N
         assert "no such folder" in state.update.message
         assert pod.engine.calls == []
         assert (await pod.ask(PROMPT, 3)).finish_reason == "length"
+        retried = await pod.supervisor.board.wait_news(
+            after=f"{state.boot_id}:{state.revision}", timeout_s=5
+        )
+        assert retried.update.phase is not UpdatePhase.PREFETCHING, "a retry is no news"
         await pod.serving("step-404")  # mended: it heals by itself
 
 

@@ -1,0 +1,1 @@
+"""The inference engine behind its protocol; the only package that knows vLLM."""

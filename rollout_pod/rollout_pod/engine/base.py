@@ -116,7 +116,8 @@ class Engine(Protocol):
 
     async def pause(self) -> None:
         """Stop the scheduler, abort everything it knows of (each ``generate`` gets its partial)
-        and clear the prefix cache. May be called again; new requests are queued meanwhile."""
+        and clear the prefix cache. May be called again; new requests are queued meanwhile.
+        """
 
     async def resume(self) -> None:
         """Let the scheduler go on. Idempotent."""
@@ -127,7 +128,8 @@ class Engine(Protocol):
         """Let every rank take the buckets of ``session`` that its receiver was promised.
 
         Only while paused. ``flush`` first clears what a failed load left. A rank that fails says
-        so in its report; the call returns within ``timeout_s`` (plus a second) whatever a sender does.
+        so in its report; the call returns within ``timeout_s`` (plus a second) whatever a sender
+        does.
         """
 
     async def clear_caches(self) -> bool:

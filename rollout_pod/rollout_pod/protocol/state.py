@@ -8,7 +8,7 @@ from rollout_pod.protocol.desired import WeightsRef
 
 
 class PodPhase(StrEnum):
-    """Phases of a pod. Only ``SERVING`` hands requests to the engine."""
+    """Phases of a pod. Only ``SERVING`` hands requests to the engine (while its gate is open)."""
 
     LOADING = "Loading"
     """The engine is starting."""
@@ -17,6 +17,7 @@ class PodPhase(StrEnum):
     UPDATING = "Updating"
     """The gate is closed for an update (a prefetch shows only in ``update.phase``)."""
     PAUSED = "Paused"
+    """The engine holds no request, and every caller has its partial."""
     SERVING = "Serving"
     POISONED = "Poisoned"
     """An update failed after its first byte: nothing is served until a complete one commits."""

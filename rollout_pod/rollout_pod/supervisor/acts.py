@@ -187,6 +187,7 @@ class Acts:
                 commit=time.monotonic() - started,
                 finished_at=time.time(),
             )
+            self.metrics.updated(update)
         is_staged = state.stage is not None and state.stage.ref == ref
         self.board.change(
             committed=ref,
@@ -197,8 +198,6 @@ class Acts:
             stage=None if is_staged else state.stage,
         )
         log.info("committed", version=ref.version)
-        if update:
-            self.metrics.updated(update)
         if is_staged and state.stage:
             await self.staging.keep(state.stage.session)
 
@@ -220,7 +219,9 @@ class Acts:
         self.gate.open(state.committed, desired.generation)
         update = state.update
         if self._closed_at is not None and update and update.phase is UpdatePhase.COMMITTED:
-            update = update_news(self.board, paused=time.monotonic() - self._closed_at)
+            seconds = time.monotonic() - self._closed_at
+            update = update_news(self.board, paused=seconds)
+            self.metrics.paused_for_update(seconds)
         self._closed_at = None
         self.board.change(gate_open=True, closed_for=None, idle=False, update=update)
         log.info("gate open", version=state.committed.version)
@@ -269,16 +270,18 @@ class Acts:
         )
         await self.staging.give_up()
         self.board.set(self.board.state.with_load_failure(ref))
+        update = update_news(
+            self.board,
+            phase=UpdatePhase.REJECTED if rejected == ref else UpdatePhase.FAILED,
+            message=message,
+            finished_at=time.time(),
+        )
+        self.metrics.updated(update)
         changes: dict[str, object] = {
             "transferring": False,
             "rejected": rejected,
             "last_error": message,
-            "update": update_news(
-                self.board,
-                phase=UpdatePhase.REJECTED if rejected == ref else UpdatePhase.FAILED,
-                message=message,
-                finished_at=time.time(),
-            ),
+            "update": update,
         }
         if restore:
             changes |= {

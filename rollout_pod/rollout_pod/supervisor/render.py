@@ -71,9 +71,11 @@ def begin_update(
         and previous.target == ref.version
         and previous.phase not in (UpdatePhase.COMMITTED, UpdatePhase.REJECTED)
     )
+    # a retry is no news: who watches would be told of the same failure again and again
+    is_retry = goes_on and previous is not None and previous.phase is UpdatePhase.WAITING
     return UpdateState(
         target=ref.version,
-        phase=UpdatePhase.PREFETCHING,
+        phase=UpdatePhase.WAITING if is_retry else UpdatePhase.PREFETCHING,
         attempt=attempt,
         seconds=UpdateSeconds(),
         # what went wrong last stays readable until it went well

@@ -146,4 +146,5 @@ def phase_of(state: PodState) -> PodPhase:
         return PodPhase.STALE
     if not state.gate_open and state.closed_for is CancelReason.UPDATING:
         return PodPhase.UPDATING
-    return PodPhase.SERVING if state.gate_open else PodPhase.PAUSED
+    # paused is who holds no request any more: a pod whose cancel goes on is not there yet
+    return PodPhase.PAUSED if not state.gate_open and state.idle else PodPhase.SERVING

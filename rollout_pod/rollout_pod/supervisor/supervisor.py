@@ -60,6 +60,7 @@ class Supervisor:
         )
         self.metrics.watch(
             gate_open=lambda: self.gate.is_open,
+            gate_changed=lambda: self.gate.changed_at,
             unfinished=lambda: self.gate.unfinished,
             parked=lambda: self.gate.parked,
         )

@@ -1,0 +1,1 @@
+"""Measurements: each prints its figure beside its reference from the same run."""

@@ -1,0 +1,134 @@
+"""The engine's command line (``spec.engineArgs``), by vLLM's own parser, with our defaults."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rollout_pod.engine.base import EngineSettings, EngineStartError
+from rollout_pod.engine.orphan import SERVER_PID
+
+WORKER_EXTENSION = "rollout_pod.engine.worker.RolloutWorker"
+
+_CPU_KV_BYTES = 256 << 20
+
+
+def parse(settings: EngineSettings) -> Any:
+    """Make vLLM's ``AsyncEngineArgs`` of the settings.
+
+    Log-probs are those of the distribution that was sampled, and sampling defaults are vLLM's, not
+    the model's, unless the arguments say otherwise. Imports vLLM, which takes seconds.
+
+    Raises:
+        EngineStartError: unknown or refused argument, or a model folder that is none.
+    """
+    check_model(settings.model)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is untyped here
+        def error(self, message: str) -> NoReturn:
+            raise EngineStartError(f"engineArgs: {message}")
+
+    parser = AsyncEngineArgs.add_cli_args(Parser(add_help=False, allow_abbrev=False))
+    served = settings.served_model_name or settings.model
+    parser.set_defaults(
+        model=settings.model,
+        served_model_name=[served],
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        worker_extension_cls=WORKER_EXTENSION,
+    )
+    if current_platform.is_cpu():
+        parser.set_defaults(enforce_eager=True)
+    try:
+        namespace = parser.parse_args(list(settings.args))
+    except (ValueError, TypeError) as error:
+        raise EngineStartError(f"engineArgs: {error}") from error
+    _refuse_ours(namespace, settings)
+    if current_platform.is_cpu():
+        _apply_cpu_defaults(namespace, parser.get_default("gpu_memory_utilization"))
+    try:
+        return AsyncEngineArgs.from_cli_args(namespace)
+    except (ValueError, TypeError) as error:
+        raise EngineStartError(f"engineArgs: {error}") from error
+
+
+def check_model(model: str) -> None:
+    """Refuse early what vLLM would take for the name of a repository.
+
+    Raises:
+        EngineStartError: it looks like a folder and is none, or holds no model.
+    """
+    path = Path(model)
+    if not path.is_absolute() and not model.startswith("."):
+        return
+    if not path.exists():
+        raise EngineStartError(f"model: {model} does not exist")
+    if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
+        raise EngineStartError(f"model: {model} holds no config.json")
+
+
+@contextmanager
+def environment(args: Any) -> Iterator[None]:
+    """Set the environment of the processes started inside; what is set already wins."""
+    variables = _variables(args)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+
+
+def _variables(args: Any) -> Mapping[str, str]:
+    from vllm.platforms import current_platform
+
+    wanted = {
+        "VLLM_NO_USAGE_STATS": "1",
+        # How long a load may take is the startup probe's business.
+        "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
+    }
+    if current_platform.is_cpu():
+        if args.enforce_eager:
+            # Two samplers are compiled even in eager mode: a first request of 25 s.
+            wanted["TORCH_COMPILE_DISABLE"] = "1"
+        if args.distributed_executor_backend == "uni":
+            # The engine core is a process of its own nevertheless; the worker lives inside it.
+            # Its threads are not bound to cores then, and more than one slows a small model.
+            wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            wanted["OMP_NUM_THREADS"] = "1"
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    return {**missing, SERVER_PID: str(os.getpid())}
+
+
+def _refuse_ours(namespace: Any, settings: EngineSettings) -> None:
+    """What the pod itself sets cannot be another's: its weight updates would not work."""
+    for name, ours, why in (
+        ("model", settings.model, "name the model in spec.model"),
+        ("worker_extension_cls", WORKER_EXTENSION, "weight updates need the pod's own"),
+    ):
+        if getattr(namespace, name) != ours:
+            option = "--" + name.replace("_", "-")
+            raise EngineStartError(f"engineArgs: {option} cannot be set; {why}")
+
+
+def _apply_cpu_defaults(namespace: Any, default_utilization: float) -> None:
+    if (
+        namespace.kv_cache_memory_bytes is None
+        and namespace.gpu_memory_utilization == default_utilization
+        and not os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    ):
+        # vLLM would take most of the host's memory.
+        namespace.kv_cache_memory_bytes = _CPU_KV_BYTES
+    if (
+        namespace.distributed_executor_backend is None
+        and namespace.tensor_parallel_size
+        * namespace.pipeline_parallel_size
+        * namespace.data_parallel_size
+        == 1
+        and "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
+    ):
+        namespace.distributed_executor_backend = "uni"

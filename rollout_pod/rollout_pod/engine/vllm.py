@@ -1,0 +1,336 @@
+"""The vLLM adapter: ``AsyncLLM`` in this process, behind the Engine Protocol.
+
+vLLM itself is imported when the engine starts, in a thread: it takes seconds, and probes have to be
+answered meanwhile.
+"""
+
+import asyncio
+import inspect
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout_pod.engine import arguments, params, processes
+from rollout_pod.engine.base import (
+    EngineDeadError,
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    EngineSettings,
+    EngineStartError,
+    RankReport,
+)
+from rollout_pod.engine.lifeline import Lifeline, words_of
+from rollout_pod.engine.output_tail import OutputTail
+from rollout_pod.engine.outputs import output_of
+from rollout_pod.protocol import EngineInfo
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_CALL_S = 60.0
+_PAUSE_S = 120.0
+"""A pause waits for the step that runs: the longest prefill."""
+_SHUTDOWN_S = 1.0
+_STOP_START_S = 60.0
+"""An import of vLLM cannot be interrupted."""
+# vLLM's way to say that a child failed and that its output tells why
+_CHILD_FAILED = "Engine core initialization failed"
+
+
+def create(settings: EngineSettings) -> "VllmEngine":
+    """The entry point ``vllm`` of the group ``rollout_pod.engines``."""
+    return VllmEngine(settings)
+
+
+class VllmEngine:
+    """See ``Engine``."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._llm: Any = None
+        self._tail = OutputTail()
+        self._lifeline = Lifeline(self._tail)
+        self._constructing: asyncio.Future[EngineInfo] | None = None
+        self._children_before = processes.children_now()
+        self._closed = False
+        self._started = False
+        self._world = 0
+        self._vocab_size = 0
+        self._has_tokenizer = False
+        self._takes_session = False
+        # The tests that show what the CPU repairs are for switch them off; nobody else should.
+        self._cpu_repairs = True
+
+    # --- life ---
+
+    async def start(self) -> EngineInfo:
+        """See ``Engine``. Once."""
+        if self._started:
+            raise EngineStartError("an engine starts once; create another one")
+        self._started = True
+        try:
+            self._constructing = asyncio.ensure_future(asyncio.to_thread(self._construct))
+            info = await asyncio.shield(self._constructing)
+            await self._start_receivers()
+        except EngineStartError:
+            await self.shutdown()
+            raise
+        except (EngineDeadError, EngineError) as error:
+            message = self._tail.last_error() or str(error)
+            await self.shutdown()
+            raise EngineStartError(message) from error
+        except Exception as error:
+            message = self._start_message(error)
+            await self.shutdown()
+            raise EngineStartError(message) from error
+        return info
+
+    def _construct(self) -> EngineInfo:
+        """Everything that blocks. In a thread of its own."""
+        args = arguments.parse(self._settings)
+        (self._settings.run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+
+        import vllm
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if self._closed:
+            raise EngineStartError("the pod shut down while the engine started")
+        with arguments.environment(args), self._tail.inherited():
+            llm = AsyncLLM.from_engine_args(args)
+        self._llm = llm
+        self._lifeline.watch(llm)
+        model = llm.vllm_config.model_config
+        parallel = llm.vllm_config.parallel_config
+        self._world = parallel.world_size * parallel.data_parallel_size
+        if self._world > parallel.world_size and not hasattr(
+            llm.engine_core, "call_utility_all_async"
+        ):
+            raise EngineStartError(
+                "engineArgs: --data-parallel-size above 1 needs vLLM 0.32 or newer"
+            )
+        self._vocab_size = model.get_vocab_size()
+        self._has_tokenizer = not model.skip_tokenizer_init
+        self._takes_session = "session_id" in inspect.signature(llm.generate).parameters
+        return EngineInfo(
+            name="vllm",
+            version=vllm.__version__,
+            logprobs_mode=str(model.logprobs_mode),
+            generation_config=args.generation_config,
+            max_model_len=model.max_model_len,
+            world_size=self._world,
+        )
+
+    async def _start_receivers(self) -> None:
+        # Asked for now, so that no request has to wait for the answer between gate and engine.
+        await self._lifeline.call(self._llm.get_supported_tasks(), "list its tasks", _CALL_S)
+        settings = self._settings
+        await self._on_ranks(
+            "rollout_start_receiver",
+            (str(settings.run_dir), str(settings.shm_dir), self._world),
+            _CALL_S,
+        )
+
+    def _start_message(self, error: Exception) -> str:
+        text = words_of(error)
+        if _CHILD_FAILED in text:
+            return self._tail.last_error() or text
+        return f"{type(error).__name__}: {text}"
+
+    async def shutdown(self) -> None:
+        """See ``Engine``."""
+        self._closed = True
+        await self._stop_constructing()
+        children = processes.engine_children(self._children_before) if self._started else []
+        llm, self._llm = self._llm, None
+        self._lifeline.cut("the engine was shut down")
+        if llm is not None:
+            try:
+                await _close(llm)
+            except Exception:
+                log.exception("vLLM's own shutdown failed; its processes are ended")
+        await asyncio.to_thread(processes.end_all, children)
+        await asyncio.to_thread(self._tail.close)
+
+    async def _stop_constructing(self) -> None:
+        """End a start that is still going on, by ending the processes it waits for."""
+        deadline = time.monotonic() + _STOP_START_S
+        while self._constructing is not None and not self._constructing.done():
+            if time.monotonic() > deadline:
+                log.error("the engine's start did not end within %s s", _STOP_START_S)
+                return
+            children = processes.engine_children(self._children_before)
+            await asyncio.to_thread(processes.end_all, children)
+            await asyncio.wait({self._constructing}, timeout=_POLL_S)
+            if self._constructing.done():
+                self._constructing.exception()  # seen: a cancelled start awaits it no more
+
+    def dead_error(self) -> str | None:
+        """See ``Engine``."""
+        return self._lifeline.death()
+
+    # --- requests ---
+
+    def sampling_params(self, raw: Mapping[str, Any], *, max_tokens: int) -> object:
+        """See ``Engine``."""
+        self._alive()
+        return params.build(
+            raw,
+            max_tokens=max_tokens,
+            vocab_size=self._vocab_size,
+            has_tokenizer=self._has_tokenizer,
+        )
+
+    async def generate(self, request: EngineRequest) -> EngineOutput:
+        """See ``Engine``.
+
+        Raises:
+            EngineError: the engine refuses the request; in its words.
+        """
+        llm = self._alive()
+        prompt = list(request.prompt_token_ids)
+        outside = next((t for t in prompt if not 0 <= t < self._vocab_size), None)
+        if outside is not None:
+            raise EngineError(f"prompt: token id {outside} is outside of the vocabulary")
+
+        from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
+
+        # What vLLM's renderer makes of token ids: nothing has to be awaited before it is queued.
+        rendered: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt}
+        if request.cache_salt is not None:
+            rendered["cache_salt"] = request.cache_salt
+        optional = {"session_id": request.session_id} if self._takes_session else {}
+        final = None
+        try:
+            async for output in llm.generate(
+                rendered,
+                request.params,
+                request.engine_id,
+                priority=request.priority,
+                trace_headers=request.trace_headers or None,
+                **optional,
+            ):
+                final = output
+        except VllmDeadError as error:
+            raise EngineDeadError(await self._lifeline.last_words()) from error
+        except Exception as error:
+            raise EngineError(words_of(error)) from error
+        if final is None or not final.finished or not final.outputs:
+            raise EngineError("the engine ended the request without a final output")
+        return output_of(final)
+
+    async def abort(self, engine_id: str) -> None:
+        """See ``Engine``."""
+        await self._lifeline.call(self._alive().abort(engine_id), "abort a request", _CALL_S)
+
+    # --- scheduler and caches ---
+
+    async def pause(self) -> None:
+        """See ``Engine``."""
+        pausing = self._alive().pause_generation(mode="abort", clear_cache=True)
+        await self._lifeline.call(pausing, "pause", _PAUSE_S)
+
+    async def resume(self) -> None:
+        """See ``Engine``."""
+        llm = self._alive()
+        # A second resume can deadlock the engines of a data-parallel group.
+        if await self._lifeline.call(llm.is_paused(), "say whether it is paused", _CALL_S):
+            await self._lifeline.call(llm.resume_generation(), "resume", _CALL_S)
+
+    async def clear_caches(self) -> bool:
+        """See ``Engine``."""
+        llm = self._alive()
+        if self._data_parallel():
+            call = llm.engine_core.call_utility_all_async("reset_prefix_cache", False, False)
+            cleared = await self._lifeline.call(call, "clear its prefix caches", _CALL_S)
+        else:
+            call = llm.reset_prefix_cache()
+            cleared = [await self._lifeline.call(call, "clear its prefix cache", _CALL_S)]
+        # These two answer nothing and raise when they fail.
+        await self._lifeline.call(llm.reset_mm_cache(), "clear its multimodal cache", _CALL_S)
+        await self._lifeline.call(llm.reset_encoder_cache(), "clear its encoder cache", _CALL_S)
+        return all(answer is True for answer in cleared)
+
+    # --- weights ---
+
+    async def load_weights(
+        self, session: str, *, version: str, flush: bool, timeout_s: float
+    ) -> tuple[RankReport, ...]:
+        """See ``Engine``."""
+        self._alive()
+        started = time.monotonic()
+        try:
+            answers = await self._on_ranks(
+                "rollout_load_weights",
+                (session, version, flush, timeout_s, self._cpu_repairs),
+                timeout_s + 1,
+            )
+        except EngineError as error:
+            seconds = time.monotonic() - started
+            host = socket.gethostname()
+            return tuple(
+                RankReport(rank, host, False, version, seconds=seconds, error=str(error))
+                for rank in range(self._world)
+            )
+        # What a rank refused to begin, it has not touched.
+        reports = (
+            RankReport(**answer, touched=not answer["error"].startswith("refused:"))
+            for answer in answers
+        )
+        return tuple(sorted(reports, key=lambda report: report.rank))
+
+    async def publish_version(self, version: str) -> None:
+        """See ``Engine``."""
+        update = getattr(self._alive(), "update_weight_version", None)
+        if update is not None:  # vLLM 0.26 knows no versions
+            await self._lifeline.call(update(version), "take the version's name", _CALL_S)
+
+    def rank_sockets(self) -> tuple[Path, ...]:
+        """See ``Engine``."""
+        ranks = self._settings.run_dir / "ranks"
+        return tuple(ranks / f"rank-{rank}.sock" for rank in range(self._world))
+
+    def model_path(self) -> Path | None:
+        """See ``Engine``."""
+        path = Path(self._settings.model)
+        return path if path.is_dir() else None
+
+    # --- inside ---
+
+    def _alive(self) -> Any:
+        death = self.dead_error()
+        if death is not None:
+            raise EngineDeadError(death)
+        if self._llm is None:
+            raise EngineError("the engine has not started yet")
+        return self._llm
+
+    def _data_parallel(self) -> bool:
+        return bool(self._world > self._llm.vllm_config.parallel_config.world_size)
+
+    async def _on_ranks(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        """Call a method of every rank's worker, of all data-parallel engines."""
+        llm = self._alive()
+        if not self._data_parallel():
+            call = llm.collective_rpc(method, timeout=timeout_s, args=args)
+            return list(await self._lifeline.call(call, f"run {method}", timeout_s))
+        call = llm.engine_core.call_utility_all_async(
+            "collective_rpc", method, timeout_s, args, None
+        )
+        return [
+            a for each in await self._lifeline.call(call, f"run {method}", timeout_s) for a in each
+        ]
+
+
+async def _close(llm: Any) -> None:
+    """End vLLM's front end: its processes, its tasks, and the sockets' context that it forgets."""
+    resources = llm.engine_core.resources
+    tasks = {llm.output_handler, resources.output_queue_task, resources.stats_update_task}
+    await asyncio.to_thread(llm.shutdown, timeout=_SHUTDOWN_S)
+    running = [task for task in tasks if task is not None]
+    if running:
+        await asyncio.wait(running, timeout=_SHUTDOWN_S)
+    resources.ctx.destroy(linger=0)

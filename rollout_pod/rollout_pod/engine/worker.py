@@ -1,0 +1,109 @@
+"""The part of the engine that lives in vLLM's worker processes (``--worker-extension-cls``).
+
+vLLM imports this module in every worker before the model is loaded and makes the class a base of
+its own worker. All methods carry the prefix ``rollout_``, since vLLM refuses names it has already.
+"""
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from rollout_pod.engine import boot_record, cpu_repairs
+from rollout_pod.engine.layerwise import LayerwiseLoader
+from rollout_pod.engine.orphan import SERVER_PID, die_with
+from rollout_pod.weights.loader import Expected
+from rollout_pod.weights.receiver import Receiver
+
+log = logging.getLogger(__name__)
+
+boot_record.install()
+if SERVER_PID in os.environ:
+    die_with(int(os.environ[SERVER_PID]))
+
+
+class UpdatesUnsupportedError(RuntimeError):
+    """This engine was not loaded in a way that tells what an update must bring."""
+
+
+class RolloutWorker:
+    """Methods that the adapter calls on every rank by ``collective_rpc``."""
+
+    # vLLM's worker, of which this class becomes a base
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+
+    def rollout_start_receiver(self, run_dir: str, shm_dir: str, world: int) -> dict[str, Any]:
+        """Bind this rank's socket. After the model is loaded; once.
+
+        Args:
+            run_dir: Has the folder ``ranks``.
+            shm_dir: Where senders' segments are mounted.
+            world: Ranks of all data-parallel engines together.
+        """
+        from vllm.platforms import current_platform
+
+        rank = self.rollout_rank()
+        model = self.model_runner.get_model()
+        record = boot_record.record_of(model)
+        text_config = self.vllm_config.model_config.hf_config.get_text_config()
+        tied = bool(getattr(text_config, "tie_word_embeddings", False))
+        wanted = boot_record.expected(record, tied=tied) if record is not None else None
+        load_format = self.vllm_config.load_config.load_format
+
+        def expected() -> Expected:
+            if wanted is None:
+                raise UpdatesUnsupportedError(
+                    f"an engine with --load-format {load_format} takes no weight updates: what "
+                    "it loaded at boot is not known; use the default format"
+                )
+            return wanted
+
+        if record is not None and record.ignored():
+            log.info("the model ignored %d tensors of its checkpoint", len(record.ignored()))
+        self._rollout_loader = LayerwiseLoader(
+            model=model,
+            vllm_config=self.vllm_config,
+            boot_parameters=record.loaded_parameters if record is not None else None,
+            on_cpu=current_platform.is_cpu(),
+        )
+        path = Path(run_dir) / "ranks" / f"rank-{rank}.sock"
+        self._rollout_receiver = Receiver(
+            rank=rank,
+            world=world,
+            host=socket.gethostname(),
+            socket_path=path,
+            shm_dir=Path(shm_dir),
+            expected=expected,
+        )
+        self._rollout_receiver.start()
+        return {"rank": rank, "host": socket.gethostname(), "socket": str(path)}
+
+    def rollout_load_weights(
+        self, session: str, version: str, flush: bool, timeout_s: float, repair: bool
+    ) -> dict[str, Any]:
+        """Load what ``session`` brings; never raises: the report says what went wrong.
+
+        ``repair`` is False only in the tests that show what the repairs are for.
+        """
+        cpu_repairs.enabled = repair
+        report = self._rollout_receiver.load(
+            session, self._rollout_loader, version=version, flush=flush, timeout_s=timeout_s
+        )
+        # Adapters were merged for the old weights; older model runners have no such state.
+        reset = getattr(self.model_runner, "reset_lora_state", None)
+        if report.ok and reset is not None:
+            reset()
+        return report.as_dict()
+
+    def rollout_stop_receiver(self) -> None:
+        """Close the socket."""
+        self._rollout_receiver.close()
+
+    def rollout_rank(self) -> int:
+        """Global: data-parallel index x world + rank."""
+        parallel = self.vllm_config.parallel_config
+        index = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        return int(index * parallel.world_size + self.rank)

@@ -1,0 +1,117 @@
+"""The manifest of a version, and its comparison with what a rank was booted with. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+from rollout_pod.weights.spec import Expected, TensorSpec
+
+ITEM_BYTES: Final[Mapping[str, int]] = {
+    "bool": 1, "uint8": 1, "int8": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4,
+    "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
+}  # fmt: skip
+"""Bytes of one element, by torch's name of the type."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a version consists of, in the order in which it is sent.
+
+    ``aliases`` are pairs ``(alias, name)``: the loader is given the tensor ``name`` once more under
+    the other name, its bytes travel once.
+    """
+
+    version: str
+    tensors: tuple[TensorSpec, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Sum over all tensors, in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Size of a contiguous tensor.
+
+    Raises:
+        ValueError: the type is unknown.
+    """
+    try:
+        return ITEM_BYTES[dtype] * prod(shape)
+    except KeyError:
+        raise ValueError(
+            f"dtype {dtype!r} is not supported (known: {', '.join(ITEM_BYTES)})"
+        ) from None
+
+
+def check_manifest(manifest: Manifest, expected: Expected) -> list[str]:
+    """Compare what is offered with what the rank was booted with.
+
+    Returns:
+        Every problem as one sentence that names the tensor; an empty list is acceptance.
+    """
+    problems = list(_contradictions(manifest))
+    by_name = {tensor.name: tensor for tensor in manifest.tensors}
+    offered = by_name | {
+        alias: by_name[name] for alias, name in manifest.aliases if name in by_name
+    }
+    for name, tensor in offered.items():
+        want = expected.tensors.get(name)
+        if want is None:
+            problems.append(f"tensor {name!r}: unknown to the engine; is it another model?")
+        else:
+            problems.extend(_differences(name, tensor, want))
+    problems.extend(
+        f"tensor {name!r}: missing; the engine was booted with it, so the source is incomplete"
+        for name in expected.tensors
+        if name not in offered and name not in expected.optional
+    )
+    return problems
+
+
+def _contradictions(manifest: Manifest) -> Iterable[str]:
+    names = Counter(tensor.name for tensor in manifest.tensors)
+    names.update(alias for alias, _ in manifest.aliases)
+    for name, count in names.items():
+        if count > 1:
+            yield f"tensor {name!r}: named {count} times"
+    for alias, name in manifest.aliases:
+        if name not in names:
+            yield f"alias {alias!r}: stands for {name!r}, which the manifest does not have"
+    for tensor in manifest.tensors:
+        if any(size < 0 for size in tensor.shape):
+            yield f"tensor {tensor.name!r}: negative size in shape {list(tensor.shape)}"
+            continue
+        try:
+            nbytes = tensor_nbytes(tensor.dtype, tensor.shape)
+        except ValueError as error:
+            yield f"tensor {tensor.name!r}: {error}"
+            continue
+        if nbytes != tensor.nbytes:
+            yield (
+                f"tensor {tensor.name!r}: nbytes {tensor.nbytes}, but {tensor.dtype} "
+                f"{list(tensor.shape)} takes {nbytes}"
+            )
+
+
+def _differences(name: str, tensor: TensorSpec, want: TensorSpec) -> Iterable[str]:
+    if tensor.shape != want.shape:
+        yield f"tensor {name!r}: shape {list(tensor.shape)}, expected {list(want.shape)}"
+    if tensor.dtype != want.dtype:
+        yield f"tensor {name!r}: dtype {tensor.dtype}, expected {want.dtype}; convert the source"
+    if tensor.shape == want.shape and tensor.dtype == want.dtype and tensor.nbytes != want.nbytes:
+        yield f"tensor {name!r}: nbytes {tensor.nbytes}, expected {want.nbytes}"
+
+
+def shorten(problems: Sequence[str], limit: int) -> tuple[str, ...]:
+    """The first ``limit`` problems, and how many more there are."""
+    if len(problems) <= limit:
+        return tuple(problems)
+    return (*problems[:limit], f"and {len(problems) - limit} more")

@@ -1,0 +1,126 @@
+"""The receiving end in every engine worker: a thread that talks, a call that loads.
+
+The thread answers greetings and manifests while the engine serves and never touches the model.
+``Receiver.load`` runs on the worker's main thread, when the engine is paused.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rollout_pod.weights import wire
+from rollout_pod.weights.assemble import Assembler, Mappings
+from rollout_pod.weights.loader import Loader
+from rollout_pod.weights.loading import LoadError, Loading
+from rollout_pod.weights.report import LoadReport
+from rollout_pod.weights.spec import Expected
+from rollout_pod.weights.talking import ERROR_CHARS, Talker
+
+log = logging.getLogger(__name__)
+
+
+class Receiver:
+    """One rank's receiver.
+
+    Args:
+        rank: global (data-parallel index x world + rank).
+        world: how many ranks hold the model together; a session must address all of them.
+        host: named in reports.
+        socket_path: where to bind; at most 107 bytes.
+        shm_dir: where the sender's segments are mounted here.
+        expected: what the boot load recorded, None until it has; called on the thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        host: str,
+        socket_path: Path,
+        shm_dir: Path,
+        expected: Callable[[], Expected | None],
+    ) -> None:
+        self.rank = rank
+        self.socket_path = socket_path
+        self._host = host
+        self._shm_dir = shm_dir
+        self._talker = Talker(
+            rank=rank,
+            world=world,
+            host=host,
+            socket_path=socket_path,
+            shm_dir=shm_dir,
+            expected=expected,
+        )
+
+    def start(self) -> None:
+        """Bind and start the thread.
+
+        Raises:
+            ValueError: the socket's path is too long.
+            FileExistsError: something that is no socket lies there.
+        """
+        self._talker.start()
+
+    def close(self) -> None:
+        """End the thread; a load in progress fails. Idempotent."""
+        self._talker.close()
+
+    def load(
+        self, session: str, loader: Loader, *, version: str, flush: bool, timeout_s: float
+    ) -> LoadReport:
+        """Give the model what ``session`` brings. Blocks; never raises for what a sender does or a
+        loader raises: the report says so. The model is untouched only if ``error`` says that the
+        session was refused; after any other failure load anew, with ``flush``.
+
+        Args:
+            session: the session whose manifest this rank has accepted.
+            loader: puts the tensors into the model; called on this thread.
+            version: must be the manifest's.
+            flush: call ``loader.flush`` first: a load before this one failed.
+            timeout_s: for all of it; a call of the loader itself is not interrupted.
+        """
+        started = time.monotonic()
+        tensors = nbytes = 0
+        claimed, error = self._talker.claim(session, version)
+        if claimed is not None:
+            incoming, manifest = claimed
+            mappings = Mappings(self._shm_dir)
+            run = Loading(
+                incoming=incoming,
+                manifest=manifest,
+                assembler=Assembler(manifest, mappings),
+                loader=loader,
+                lock=self._talker.lock,
+                post=lambda message: self._talker.post(incoming.peer, message),
+                deadline=started + timeout_s,
+            )
+            try:
+                if flush:
+                    loader.flush()
+                loader.begin()
+                tensors, nbytes = run.run()
+                loader.finish()
+            except LoadError as problem:
+                error = str(problem)
+            except Exception as problem:
+                log.exception("rank %d: loading %s failed", self.rank, version)
+                error = f"{type(problem).__name__}: {problem}"
+            finally:
+                mappings.close()
+            error = self._talker.settle(incoming, error)
+        report = LoadReport(
+            rank=self.rank,
+            host=self._host,
+            ok=not error,
+            version=version,
+            tensors=tensors,
+            bytes=nbytes,
+            seconds=time.monotonic() - started,
+            error=error[:ERROR_CHARS],
+        )
+        if claimed is not None:
+            self._talker.post(claimed[0].peer, wire.Report.of(session, report))
+        return report

@@ -1,0 +1,40 @@
+"""What one rank says of a load."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """One rank's account of one load.
+
+    ``rank`` is global (data-parallel index x world + rank); ``tensors`` and ``bytes`` are what the
+    loader took, ``seconds`` run from the call of ``Receiver.load``; ``error`` is empty if ``ok``.
+    """
+
+    rank: int
+    host: str
+    ok: bool
+    version: str
+    tensors: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Only numbers, strings and booleans: fit for msgpack and JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """The reverse of ``as_dict``; unknown keys are ignored.
+
+        Raises:
+            ValueError: a required key is missing.
+        """
+        known = {field.name for field in fields(cls)}
+        try:
+            return cls(**{key: value for key, value in raw.items() if key in known})
+        except TypeError as error:
+            raise ValueError(f"not a load report: {error}") from error

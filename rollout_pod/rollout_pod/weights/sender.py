@@ -1,0 +1,281 @@
+"""The sending end: one session with all ranks of an engine.
+
+Synchronous, for one thread at a time (not always the same one). Every wait has a deadline, and a
+rank that dies or freezes ends the session within about two seconds.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from rollout_pod.weights import wire
+from rollout_pod.weights.buckets import WINDOW, Bucket
+from rollout_pod.weights.manifest import Manifest, shorten
+from rollout_pod.weights.peer import RankPeer
+from rollout_pod.weights.report import LoadReport
+from rollout_pod.weights.segment import Segment
+
+TICK_S: Final = 0.1
+"""How soon a cancelled session notices."""
+LAST_WORDS_S: Final = 1.0
+"""How long a failed session waits for the other ranks' reports."""
+CONNECT_S: Final = 2.0
+"""How long a rank may take to be there at all."""
+
+
+class SessionError(Exception):
+    """Base of all that can go wrong with a session."""
+
+
+class RanksError(SessionError):
+    """A rank is not there, is busy, or is another than was addressed.
+
+    ``retryable``: the same session may succeed later without anybody mending anything.
+    """
+
+    def __init__(self, message: str, *, retryable: bool = True) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class ManifestError(SessionError):
+    """The ranks do not take this manifest. ``problems`` are those of all ranks."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(shorten(problems, 8)))
+        self.problems = tuple(problems)
+
+
+class TransferFailed(SessionError):
+    """The bytes did not arrive whole. ``reports`` are those that came in."""
+
+    def __init__(self, message: str, reports: Sequence[LoadReport] = ()) -> None:
+        super().__init__(message)
+        self.reports = tuple(reports)
+
+
+@dataclass
+class Session:
+    """One version on its way to all ranks: ``greet``, ``offer``, ``push``..., ``finish``.
+
+    Args:
+        session: unique among all sessions of these ranks.
+        paths: the ranks' sockets, ordered by global rank; all of the engine's.
+        shm_dir: the memory that is shared with the ranks.
+        cancel: when set, whatever waits raises.
+        prefix: of the names of segments that are made.
+    """
+
+    session: str
+    paths: Sequence[Path]
+    shm_dir: Path
+    cancel: threading.Event = field(default_factory=threading.Event)
+    prefix: str = "rollout-push-"
+    _ranks: list[RankPeer] = field(default_factory=list, init=False)
+    _sent: int = field(default=0, init=False)
+    _manifest: Manifest | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise RanksError("no rank sockets are given", retryable=False)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            for rank, path in enumerate(self.paths):
+                peer = RankPeer.connect(
+                    self._context, session=self.session, rank=rank, world=len(self.paths), path=path
+                )
+                self._ranks.append(peer)
+        except ValueError as error:
+            self.close()
+            raise RanksError(str(error), retryable=False) from error
+
+    # --- the steps ---
+
+    def greet(self, timeout_s: float) -> None:
+        """Say hello to all ranks and agree on shared memory.
+
+        Raises:
+            RanksError: a rank is not there, refuses, or does not see the shared memory.
+        """
+        token = secrets.token_bytes(16)
+        name = f"{self.prefix}probe-{secrets.token_hex(8)}"
+        probe = Segment.create(self.shm_dir, name, len(token))
+        try:
+            probe.map[: len(token)] = token
+            for rank in self._ranks:
+                hello = wire.Hello(
+                    session=self.session, rank=rank.rank, world=len(self._ranks),
+                    transport="shared_memory", probe=name, token=token,
+                )  # fmt: skip
+                rank.send(hello)
+            self._wait_ranks(lambda rank: rank.welcome is not None, timeout_s, "hello")
+        finally:
+            probe.close()
+
+    def offer(self, manifest: Manifest, timeout_s: float) -> None:
+        """Show the manifest to all ranks, before any byte.
+
+        Raises:
+            ManifestError: with the problems of all ranks.
+            RanksError: a rank refuses, is lost or does not answer.
+        """
+        self._manifest = manifest
+        message = wire.Offer.of(self.session, manifest)
+        for rank in self._ranks:
+            rank.send(message)
+        self._wait_ranks(lambda rank: rank.accepted or bool(rank.problems), timeout_s, "manifest")
+        said: dict[str, list[int]] = {}
+        for rank in self._ranks:
+            for problem in rank.problems:
+                said.setdefault(problem, []).append(rank.rank)
+        if said:
+            raise ManifestError([_who(who, len(self._ranks)) + what for what, who in said.items()])
+
+    def check(self) -> None:
+        """Look whether all ranks are still there, without waiting.
+
+        Raises:
+            RanksError: one is not.
+        """
+        self._pump(0)
+        trouble = self._trouble()
+        if trouble:
+            raise RanksError(trouble)
+
+    def reserve(self, deadline: float) -> None:
+        """Wait until fewer than two buckets are unacknowledged by any rank: the memory of the one
+        before the last is free then.
+
+        Raises:
+            TransferFailed: see ``finish``.
+        """
+        self._wait(lambda: self._sent - min(r.acked for r in self._ranks) < WINDOW, deadline)
+
+    def push(self, bucket: Bucket, *, segment: str, base: int) -> None:
+        """Announce a bucket whose bytes lie at ``base`` of ``segment``, after ``reserve``."""
+        message = wire.BucketReady.of(self.session, bucket, segment, base)
+        for rank in self._ranks:
+            rank.send(message)
+        self._sent += 1
+
+    def finish(self, deadline: float) -> tuple[LoadReport, ...]:
+        """Wait for all acknowledgements and for the report of every rank.
+
+        Raises:
+            TransferFailed: a rank reports an error, is lost or late, or the session is cancelled;
+                all ranks have been told to give up.
+        """
+        manifest = self._manifest
+        if manifest is None:
+            raise TransferFailed("finish: no manifest was offered")
+        message = wire.Finish(
+            session=self.session, buckets=self._sent, tensors=len(manifest.tensors),
+            bytes=manifest.nbytes,
+        )  # fmt: skip
+        self._wait(lambda: all(rank.acked == self._sent for rank in self._ranks), deadline)
+        for rank in self._ranks:
+            rank.send(message)
+        self._wait(lambda: all(rank.report is not None for rank in self._ranks), deadline)
+        for rank in self._ranks:
+            report = rank.report
+            if report is None or (report.tensors, report.bytes, report.version) != (
+                len(manifest.tensors), manifest.nbytes, manifest.version,
+            ):  # fmt: skip
+                self._give_up(f"rank {rank.rank} loaded something else: {report}")
+        return self._reports()
+
+    def abort(self, reason: str) -> None:
+        """Tell all ranks that are still there to give up. Idempotent."""
+        for rank in self._ranks:
+            if not rank.lost and rank.report is None:
+                rank.send(wire.Abort(session=self.session, reason=reason[:4000]))
+
+    def close(self) -> None:
+        """Close the connections. Idempotent; ranks that are loading see it as a lost sender."""
+        for rank in self._ranks:
+            rank.close()
+        self._ranks.clear()
+        self._context.term()
+
+    # --- waiting ---
+
+    def _wait_ranks(self, done: Callable[[RankPeer], bool], timeout_s: float, what: str) -> None:
+        started = time.monotonic()
+        while not all(done(rank) for rank in self._ranks):
+            trouble = self._trouble()
+            if trouble:
+                raise RanksError(trouble, retryable=self._may_heal())
+            if self.cancel.is_set():
+                raise RanksError(f"{what}: cancelled")
+            waited = time.monotonic() - started
+            late = [rank for rank in self._ranks if not done(rank)]
+            absent = [rank for rank in late if not rank.connected]
+            if absent and waited > min(CONNECT_S, timeout_s):
+                where = ", ".join(str(rank.path) for rank in absent)
+                raise RanksError(f"nobody listens on {where}: is the engine up?")
+            if waited > timeout_s:
+                numbers = ", ".join(str(rank.rank) for rank in late)
+                raise RanksError(f"{what}: no answer from rank {numbers} within {timeout_s} s")
+            self._pump(TICK_S)
+
+    def _wait(self, done: Callable[[], bool], deadline: float) -> None:
+        while True:
+            trouble = self._trouble()
+            if trouble:
+                self._give_up(trouble)
+            if done():
+                return
+            if self.cancel.is_set():
+                self._give_up("cancelled")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                late = [str(r.rank) for r in self._ranks if r.report is None]
+                acked = min(rank.acked for rank in self._ranks)
+                self._give_up(
+                    f"timed out; {acked} of {self._sent} buckets sent are loaded, "
+                    f"rank {', '.join(late)} did not report"
+                )
+            self._pump(min(TICK_S, left))
+
+    def _give_up(self, reason: str) -> None:
+        self.abort(reason)
+        end = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < end and any(not r.lost and r.report is None for r in self._ranks):
+            self._pump(TICK_S)
+        # the first sign may be a rank that refuses the next bucket; its report has the cause
+        raise TransferFailed(self._trouble() or reason, self._reports())
+
+    def _reports(self) -> tuple[LoadReport, ...]:
+        return tuple(rank.report for rank in self._ranks if rank.report is not None)
+
+    def _trouble(self) -> str:
+        """What a rank says of itself goes before what this side noticed."""
+        found = [rank.trouble for rank in self._ranks if rank.trouble]
+        return "; ".join(shorten(found, 4))
+
+    def _may_heal(self) -> bool:
+        codes = {rank.refused.code for rank in self._ranks if rank.refused is not None}
+        return codes <= {"busy", "stale", "not_ready", "internal"}
+
+    def _pump(self, timeout_s: float) -> None:
+        """Wait once for anything, then take all that is there."""
+        poller = zmq.Poller()
+        for rank in self._ranks:
+            poller.register(rank.socket, zmq.POLLIN)
+            poller.register(rank.monitor, zmq.POLLIN)
+        poller.poll(int(max(timeout_s, 0) * 1000))
+        for rank in self._ranks:
+            rank.receive()
+
+
+def _who(ranks: Sequence[int], world: int) -> str:
+    """Which ranks say something; empty if all do."""
+    if len(ranks) == world:
+        return ""
+    return f"rank {', '.join(str(rank) for rank in ranks)}: "

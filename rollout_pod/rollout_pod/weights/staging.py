@@ -1,0 +1,167 @@
+"""One session in the agent: read, introduce, send, end."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollout_pod.weights.agent_wire import Stage
+from rollout_pod.weights.buckets import Plan, make_plan
+from rollout_pod.weights.report import LoadReport
+from rollout_pod.weights.sender import Session, TransferFailed
+from rollout_pod.weights.slots import Slot, SlotKey, Slots
+from rollout_pod.weights.sources import Checkpoint, open_checkpoint, read_tensors
+
+
+@dataclass(frozen=True)
+class StagedResult:
+    """What was staged, in how many seconds."""
+
+    nbytes: int
+    tensors: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SentResult:
+    """What was sent, in how many seconds, and every rank's report."""
+
+    nbytes: int
+    seconds: float
+    reports: tuple[LoadReport, ...]
+
+
+@dataclass
+class Job:
+    """A session from ``stage`` to its end. Methods run on the agent's loop; files, ranks and
+    memory are waited for on threads, which ``cancel`` ends within a tick.
+    """
+
+    request: Stage
+    shm_dir: Path
+    prefix: str
+    slots: Slots
+    cancel: threading.Event = field(default_factory=threading.Event)
+    slot: Slot | None = None
+    read_bytes: int = 0
+    total_bytes: int = 0
+    stage_task: "asyncio.Task[StagedResult] | None" = None
+    send_task: "asyncio.Task[SentResult] | None" = None
+    _session: Session | None = None
+    _plan: Plan | None = None
+    _expired: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def staged(self) -> bool:
+        """``stage`` has succeeded."""
+        task = self.stage_task
+        return task is not None and task.done() and not task.cancelled() and not task.exception()
+
+    async def stage(self, before: "Callable[[float], asyncio.Future[None]]") -> StagedResult:
+        """Everything up to the accepted manifest and the last byte in shared memory.
+
+        Args:
+            before: ends the sessions before this one, given the seconds it may take.
+
+        Raises:
+            SourceError, RoomError, SessionError: as they say; TimeoutError.
+        """
+        started = time.monotonic()
+        timeout = self.request.timeout
+        expiry = asyncio.get_running_loop().call_later(timeout, self._expire)
+        try:
+            await before(timeout)
+            return await self._stage(started)
+        except BaseException as error:
+            await self.end(f"staging failed: {error}")
+            if self._expired:
+                raise TimeoutError(f"stage: not done within {timeout} s: {error}") from error
+            raise
+        finally:
+            expiry.cancel()
+
+    async def _stage(self, started: float) -> StagedResult:
+        request = self.request
+        checkpoint = await asyncio.to_thread(open_checkpoint, Path(request.path))
+        manifest = checkpoint.manifest(request.version)
+        self.total_bytes = manifest.nbytes
+        plan = self._plan = make_plan(manifest.tensors, request.bucket_bytes)
+        left = started + request.timeout - time.monotonic()
+        session = self._session = Session(
+            request.session, [Path(rank) for rank in request.ranks], self.shm_dir,
+            self.cancel, self.prefix,
+        )  # fmt: skip
+        await asyncio.to_thread(session.greet, left)
+        await asyncio.to_thread(session.offer, manifest, left)
+        key = SlotKey(request.version, str(checkpoint.path), checkpoint.fingerprint)
+        self.slot = slot = await asyncio.to_thread(self.slots.obtain, key, plan.nbytes)
+        if not slot.ready:
+            await asyncio.to_thread(self._read, checkpoint, plan, slot)
+            slot.ready = True
+        self.read_bytes = manifest.nbytes
+        await asyncio.to_thread(session.check)
+        return StagedResult(manifest.nbytes, len(manifest.tensors), time.monotonic() - started)
+
+    def _read(self, checkpoint: Checkpoint, plan: Plan, slot: Slot) -> None:
+        with memoryview(slot.segment.map) as target:
+            read_tensors(checkpoint, target, plan.offsets, progress=self._count, cancel=self.cancel)
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.read_bytes += nbytes
+
+    def _expire(self) -> None:
+        self._expired = True
+        self.cancel.set()
+
+    async def send(self, timeout: float) -> SentResult:
+        """Stream the buckets and collect every rank's report. Ends the session, also on success.
+
+        Raises:
+            TransferFailed: as it says.
+        """
+        try:
+            return await asyncio.to_thread(self._send, timeout)
+        finally:
+            await self.end("the sender has ended")
+
+    def _send(self, timeout: float) -> SentResult:
+        session, plan, slot = self._session, self._plan, self.slot
+        if session is None or plan is None or slot is None or self.cancel.is_set():
+            raise TransferFailed("the session has ended; stage it again")
+        started = time.monotonic()
+        deadline = started + timeout
+        for bucket in plan.buckets:
+            session.reserve(deadline)
+            session.push(bucket, segment=slot.segment.name, base=bucket.start)
+        reports = session.finish(deadline)
+        return SentResult(self.total_bytes, time.monotonic() - started, reports)
+
+    async def stop(self, timeout: float) -> bool:
+        """End it from outside; False if a thread still hangs (in a file system) after that."""
+        self.cancel.set()
+        tasks = {task for task in (self.stage_task, self.send_task) if task is not None}
+        if tasks:
+            _, pending = await asyncio.wait(tasks, timeout=timeout)
+            if pending:
+                return False
+        await self.end("the session was ended")
+        return True
+
+    async def end(self, reason: str) -> None:
+        """Tell the ranks and close the connections; an unfinished slot is given up. Idempotent."""
+        self.cancel.set()
+        session, self._session = self._session, None
+        if session is not None:
+            await asyncio.to_thread(_hang_up, session, reason)
+        if self.slot is not None and not self.slot.ready:
+            self.slots.drop(self.slot)
+            self.slot = None
+
+
+def _hang_up(session: Session, reason: str) -> None:
+    session.abort(reason)
+    session.close()

@@ -1,0 +1,289 @@
+"""The talking half of a receiver: a thread with a socket, which never touches the model."""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from rollout_pod.weights import transport, wire
+from rollout_pod.weights.buckets import BucketError
+from rollout_pod.weights.incoming import Incoming, OrderError
+from rollout_pod.weights.manifest import Manifest, check_manifest, shorten
+from rollout_pod.weights.segment import AttachError, attach
+from rollout_pod.weights.spec import Expected
+
+log = logging.getLogger(__name__)
+
+PING_S: Final = 0.25
+IDLE_S: Final = 5.0
+JOIN_S: Final = 5.0
+PROBLEMS: Final = 64
+"""So many problems of a manifest are named, the rest is counted."""
+ERROR_CHARS: Final = 4000
+
+
+class Talker:
+    """Answers greetings and manifests while the engine serves, and takes in buckets for the
+    loading thread, which calls ``claim``, ``post`` and ``settle``. Arguments: see ``Receiver``.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        host: str,
+        socket_path: Path,
+        shm_dir: Path,
+        expected: Callable[[], Expected | None],
+    ) -> None:
+        self._rank = rank
+        self._world = world
+        self._host = host
+        self._socket_path = socket_path
+        self._shm_dir = shm_dir
+        self._expected = expected
+        self.lock = threading.Lock()
+        """Guards the state of the session, never held across I/O with a peer."""
+        self._current: Incoming | None = None
+        self._outbox: deque[tuple[bytes, wire.Message]] = deque()
+        self._unreachable: dict[bytes, str] = {}  # of the thread only
+        self._wake = self._inode = -1
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Bind and start the thread.
+
+        Raises:
+            ValueError: the socket's path is too long.
+            FileExistsError: something that is no socket lies there.
+        """
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = context.socket(zmq.ROUTER)
+        try:
+            transport.tune(socket)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._inode = transport.bind(socket, self._socket_path)
+        except BaseException:
+            context.destroy(linger=0)
+            raise
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(
+            target=self._run, args=(context, socket), name=f"weights-rank-{self._rank}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; a load in progress fails. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._closing.set()
+        self._notify()
+        thread.join(JOIN_S)
+        if thread.is_alive():
+            log.error("the receiver of rank %d did not end in %s s", self._rank, JOIN_S)
+            return
+        with self.lock:
+            os.close(self._wake)
+            self._wake = -1
+        transport.remove_socket(self._socket_path, self._inode)
+
+    # --- for the loading thread ---
+
+    def claim(self, session: str, version: str) -> tuple[tuple[Incoming, Manifest] | None, str]:
+        """The accepted session, to be loaded now; or None, and why it is refused."""
+        with self.lock:
+            current = self._current
+            if current is None or current.session != session:
+                here = f"; {current.session!r} is" if current else ""
+                return None, f"refused: session {session!r} is not known here{here}; stage it again"
+            if current.failure:
+                return None, f"refused: {current.failure}"
+            if current.phase != "accepted" or current.manifest is None:
+                return None, f"refused: session {session!r} is {current.phase}, not accepted"
+            if current.manifest.version != version:
+                return None, (
+                    f"refused: session {session!r} brings version {current.manifest.version!r}, "
+                    f"not {version!r}"
+                )
+            current.phase = "loading"
+        self._notify()  # from now on the thread looks after the sender
+        return (current, current.manifest), ""
+
+    def post(self, peer: bytes, message: wire.Message) -> None:
+        """Send from the loading thread."""
+        self._outbox.append((peer, message))
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake the thread, if there is one."""
+        with self.lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def settle(self, incoming: Incoming, error: str) -> str:
+        """End the session; a sender that gave up in the last moment counts."""
+        with self.lock:
+            error = error or incoming.failure
+            incoming.phase = "over"
+            incoming.fail(error or "it is complete")
+            return error
+
+    # --- the receiver's thread ---
+
+    def _run(self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(socket, zmq.POLLIN)
+            poller.register(self._wake, zmq.POLLIN)
+            next_ping = 0.0
+            while not self._closing.is_set():
+                loading = self.loading()
+                ready = dict(poller.poll(int((PING_S if loading else IDLE_S) * 1000)))
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                self._receive(socket)
+                while self._outbox:
+                    self._send(socket, *self._outbox.popleft())
+                if loading and time.monotonic() >= next_ping:
+                    next_ping = time.monotonic() + PING_S
+                    self._send(socket, loading.peer, wire.Ping(session=loading.session))
+                if self._unreachable:
+                    self._receive(socket)  # its last words tell more than its absence
+                    self._mourn()
+        except Exception:
+            log.exception("the receiver of rank %d ends", self._rank)
+        finally:
+            with self.lock:
+                if self._current is not None:
+                    self._current.fail("the rank's receiver was closed")
+            context.destroy(linger=0)
+
+    def loading(self) -> Incoming | None:
+        """The session that is being loaded now."""
+        with self.lock:
+            current = self._current
+            return current if current is not None and current.phase == "loading" else None
+
+    def _send(self, socket: "zmq.Socket[bytes]", peer: bytes, message: wire.Message) -> None:
+        try:
+            socket.send_multipart([peer, wire.encode(message)])
+        except zmq.ZMQError as error:
+            # EHOSTUNREACH: the connection is gone; EAGAIN: the peer does not read, as a trainer
+            # that computes its next tensor, which is no harm until an answer is lost
+            if not (isinstance(message, wire.Ping) and error.errno == zmq.EAGAIN):
+                self._unreachable[peer] = error.strerror or ""
+
+    def _mourn(self) -> None:
+        with self.lock:
+            current = self._current
+            if current is not None and current.peer in self._unreachable:
+                current.fail(f"the sender is gone ({self._unreachable[current.peer]})")
+        self._unreachable.clear()
+
+    def _receive(self, socket: "zmq.Socket[bytes]") -> None:
+        while True:
+            try:
+                peer, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message: wire.ToRank | None = None
+            try:
+                if len(frames) != 1:
+                    raise wire.WireError(f"{len(frames)} frames instead of one")
+                message = wire.decode_to_rank(frames[0])
+                answer = self._answer(peer, message)
+            except wire.WireError as error:
+                answer = wire.Refused(session="", code="protocol", message=str(error))
+            except Exception as error:
+                log.exception("rank %d: a message could not be handled", self._rank)
+                session = message.session if message else ""
+                text = f"{type(error).__name__}: {error}"
+                answer = wire.Refused(session=session, code="internal", message=text[:ERROR_CHARS])
+            if answer is not None:
+                self._send(socket, peer, answer)
+
+    def _answer(self, peer: bytes, message: wire.ToRank) -> wire.Message | None:
+        if isinstance(message, wire.Hello):
+            return self._hello(peer, message)
+        if isinstance(message, wire.Offer):
+            return self._offer(peer, message)
+        with self.lock:
+            current = self._owned(peer, message.session)
+            if isinstance(current, wire.Refused):
+                return current
+            if isinstance(message, wire.Abort):
+                current.fail(f"the sender gave up: {message.reason}")
+                return None
+            try:
+                if isinstance(message, wire.BucketReady):
+                    current.bucket(message)
+                else:
+                    current.finish(message)
+            except (OrderError, BucketError) as error:
+                current.fail(str(error))
+                return wire.Refused(session=message.session, code="order", message=str(error))
+            return None
+
+    def _owned(self, peer: bytes, session: str) -> Incoming | wire.Refused:
+        current = self._current
+        if current is not None and current.session == session and current.peer == peer:
+            return current
+        here = f"{current.session!r} is current" if current else "there is none"
+        text = f"session {session!r} is not this connection's: {here}; say hello again"
+        return wire.Refused(session=session, code="stale", message=text)
+
+    def _hello(self, peer: bytes, hello: wire.Hello) -> wire.Message:
+        if (hello.rank, hello.world) != (self._rank, self._world):
+            text = (
+                f"this is rank {self._rank} of {self._world}, the sender addresses rank "
+                f"{hello.rank} of {hello.world}; it must address all ranks, in order"
+            )
+            return wire.Refused(session=hello.session, code="rank", message=text)
+        try:
+            probe = attach(self._shm_dir, hello.probe)
+            shared = probe.map[: len(hello.token)] == hello.token
+            probe.close()
+            problem = "" if shared else f"{self._shm_dir}/{hello.probe} is not the sender's"
+        except AttachError as error:
+            problem = str(error)
+        if problem:
+            text = f"transport shared_memory does not work: {problem}"
+            return wire.Refused(session=hello.session, code="transport", message=text)
+        with self.lock:
+            current = self._current
+            if current is not None and current.phase == "loading":
+                text = f"session {current.session!r} is loading; try again when it has ended"
+                return wire.Refused(session=hello.session, code="busy", message=text)
+            self._current = Incoming(hello.session, peer)
+        return wire.Welcome(
+            session=hello.session, rank=self._rank, world=self._world, host=self._host,
+            transport=hello.transport,
+        )  # fmt: skip
+
+    def _offer(self, peer: bytes, offer: wire.Offer) -> wire.Message:
+        expected = self._expected()
+        manifest = offer.manifest()
+        problems = check_manifest(manifest, expected) if expected is not None else []
+        with self.lock:
+            current = self._owned(peer, offer.session)
+            if isinstance(current, wire.Refused):
+                return current
+            if current.phase != "greeted":
+                text = f"manifest: the session is {current.phase}"
+                return wire.Refused(session=offer.session, code="order", message=text)
+            if expected is None:
+                text = "the engine has not recorded its boot load yet; try again"
+                return wire.Refused(session=offer.session, code="not_ready", message=text)
+            if problems:
+                return wire.Rejected(session=offer.session, problems=shorten(problems, PROBLEMS))
+            current.accept(manifest)
+        return wire.Accepted(session=offer.session)

@@ -1,0 +1,34 @@
+"""One engine a module: to start one takes longer than all that is done with it."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from rollout_pod.engine.vllm import VllmEngine
+from tests.support.engine_kit import checkpoint, engine_of, settings
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Importing vLLM and its dependencies warns; nothing of it is ours to mend.
+    for item in items:
+        if "tests/engine/" in str(item.path):
+            for ignored in (
+                "ignore:.*torch.jit.script.*:DeprecationWarning",
+                "ignore::DeprecationWarning:vllm.*",
+                "ignore::FutureWarning:vllm.*",
+            ):
+                item.add_marker(pytest.mark.filterwarnings(ignored))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[VllmEngine]:
+    """A running engine of the module's ``KIND``, seed 0, with its ``ARGS``."""
+    module = request.module
+    with settings(checkpoint(module.KIND, 0), *getattr(module, "ARGS", ())) as given:
+        running = engine_of(given)
+        try:
+            await running.start()
+            yield running
+        finally:
+            await running.shutdown()

@@ -1,0 +1,298 @@
+"""A dense model: partial rollouts, log-probs, updates, failures of updates."""
+
+import asyncio
+import uuid
+
+import pytest
+import torch
+
+from rollout_pod.engine.base import EngineError, EngineRequest
+from rollout_pod.engine.vllm import VllmEngine
+from rollout_pod.weights.sender import ManifestError
+from tests.support.engine_kit import (
+    GREEDY,
+    checkpoint,
+    prompts,
+    reference,
+    run,
+    run_all,
+    serves,
+    tensors_of,
+    update,
+)
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(300),
+]
+
+KIND = "dense"
+A = checkpoint(KIND, 0)
+B = checkpoint(KIND, 1)
+
+
+async def load(engine: VllmEngine, path=A, **how):
+    """Whatever the test before left: afterwards the engine serves ``path``."""
+    sent = await update(engine, tensors_of(path), flush=True, **how)
+    assert sent.ok, sent
+
+
+async def test_a_fresh_engine_is_the_reference(engine):
+    assert await serves(engine, A)
+    # the two checkpoints can be told apart, or no test here shows anything
+    assert not await serves(engine, B)
+
+
+async def test_ranks_have_sockets(engine):
+    (path,) = engine.rank_sockets()
+    assert path.name == "rank-0.sock"
+    assert path.is_socket()
+    assert engine.model_path() == A
+    assert engine.dead_error() is None
+
+
+# one bucket for all; several tensors each; tensors split
+@pytest.mark.parametrize("bucket_bytes", [1 << 24, 300_000, 5_000])
+async def test_an_updated_engine_is_the_reference(engine, bucket_bytes):
+    await load(engine)
+    sent = await update(
+        engine, tensors_of(B), version=f"b-{bucket_bytes}", bucket_bytes=bucket_bytes
+    )
+    assert sent.ok
+    assert (sent.buckets == 1) == (bucket_bytes == 1 << 24)
+    (report,) = sent.reports
+    assert (report.rank, report.version, report.tensors) == (0, f"b-{bucket_bytes}", 36)
+    assert await serves(engine, B)
+
+
+async def test_cut_three_times_and_continued_equals_uncut(engine):
+    await load(engine)
+    budget = 400
+    asked = prompts(8, seed=3)
+    uncut = await asyncio.gather(*(run(engine, p, budget) for p in asked))
+    tokens = [()] * 8
+    log_probs = [()] * 8
+    cuts = 0
+    for attempt in range(4):
+        left = [i for i in range(8) if len(tokens[i]) < budget]
+        tasks = [
+            asyncio.ensure_future(run(engine, [*asked[i], *tokens[i]], budget - len(tokens[i])))
+            for i in left
+        ]
+        if attempt < 3:
+            await asyncio.sleep(0.15)
+            await engine.pause()
+        parts = await asyncio.gather(*tasks)
+        cuts += sum(part.finish_reason == "abort" for part in parts)
+        for i, part in zip(left, parts, strict=True):
+            assert len(part.token_ids) == len(part.log_probs)
+            tokens[i] += part.token_ids
+            log_probs[i] += part.log_probs
+        await engine.resume()
+    assert cuts >= 8, "nothing was cut: the test shows nothing"
+    assert tokens == [whole.token_ids for whole in uncut]
+    for mine, whole in zip(log_probs, uncut, strict=True):
+        assert mine == pytest.approx(whole.log_probs, abs=1e-4)
+
+
+async def test_a_request_of_a_paused_engine_waits_and_can_be_aborted(engine):
+    await engine.pause()
+    await engine.pause()
+    params = engine.sampling_params(GREEDY, max_tokens=8)
+    name = uuid.uuid4().hex
+    waiting = asyncio.ensure_future(
+        engine.generate(EngineRequest(engine_id=name, prompt_token_ids=[5, 6], params=params))
+    )
+    done, _ = await asyncio.wait({waiting}, timeout=0.3)
+    assert not done
+    await engine.abort("unknown")
+    await engine.abort(name)
+    output = await waiting
+    assert (output.token_ids, output.log_probs, output.finish_reason) == ((), (), "abort")
+    again = asyncio.ensure_future(run(engine, [5, 6]))
+    await asyncio.wait({again}, timeout=0.1)
+    await engine.pause()
+    assert (await again).finish_reason == "abort"
+    await engine.resume()
+    await engine.resume()
+    assert (await run(engine, [5, 6], 8)).finish_reason == "length"
+
+
+async def test_log_probs_are_those_of_the_distribution_that_was_sampled(engine):
+    await load(engine)
+    temperature, top_p = 0.7, 0.8
+    model = reference(A)
+    for i, prompt in enumerate(prompts(4, seed=9)):
+        output = await run(engine, prompt, 40, temperature=temperature, top_p=top_p, seed=i)
+        logits = model.logits(prompt, output.token_ids)
+        picked = torch.tensor(output.token_ids)[:, None]
+        said = torch.tensor(output.log_probs)
+        sampled = _nucleus(logits / temperature, top_p).gather(1, picked)[:, 0]
+        raw = logits.log_softmax(-1).gather(1, picked)[:, 0]
+        assert (said - sampled).abs().max() < 5e-3
+        assert (said - raw).abs().max() > 0.1, "raw and sampled cannot be told apart here"
+
+
+def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Log-probs after top-p: the smallest set of the likeliest tokens that weighs top_p."""
+    probs, order = logits.softmax(-1).sort(descending=True)
+    outside = probs.cumsum(-1) - probs >= top_p
+    kept = torch.full_like(logits, float("-inf"))
+    kept.scatter_(1, order, logits.gather(1, order).masked_fill(outside, float("-inf")))
+    return kept.log_softmax(-1)
+
+
+async def test_the_prefix_cache_does_not_outlive_its_weights(engine):
+    await load(engine)
+    (prompt,) = prompts(1, length=400, seed=5)
+    await run(engine, prompt, 4)
+    warm = await run(engine, prompt, 24)
+    assert warm.num_cached_tokens >= 256
+    assert reference(A).agrees(prompt, warm)
+    assert (await update(engine, tensors_of(B), version="cold")).ok
+    cold = await run(engine, prompt, 24)
+    assert cold.num_cached_tokens == 0
+    assert reference(B).agrees(prompt, cold)
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 30, 70])
+async def test_a_vanished_sender_is_repaired_by_a_complete_resend(engine, stop_after):
+    await load(engine)
+    tensors = tensors_of(B)
+    broken = await update(engine, tensors, version="torn", stop_after=stop_after)
+    (report,) = broken.reports
+    assert not report.ok
+    assert report.error
+    # still paused, and never resumed before a complete load
+    assert (await update(engine, tensors, version="whole", flush=True)).ok
+    assert await serves(engine, B)
+
+
+async def test_a_wrong_bucket_is_repaired_by_a_complete_resend(engine):
+    await load(engine)
+    tensors = tensors_of(B)
+    broken = await update(engine, tensors, version="torn", wrong_at=25)
+    assert not broken.ok
+    assert not broken.reports[0].ok
+    assert (await update(engine, tensors, version="whole", flush=True)).ok
+    assert await serves(engine, B)
+
+
+async def test_a_silent_sender_costs_no_more_than_the_timeout(engine):
+    await load(engine)
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    broken = await update(engine, tensors_of(B), version="mute", mute=True, timeout_s=1.0)
+    assert loop.time() - started < 4
+    assert not broken.reports[0].ok
+    assert "timed out" in broken.reports[0].error
+    await load(engine)
+
+
+async def test_an_unknown_session_touches_nothing(engine):
+    await load(engine)
+    await engine.pause()
+    (report,) = await engine.load_weights("nobody", version="v", flush=False, timeout_s=5)
+    await engine.resume()
+    assert (report.ok, report.touched) == (False, False)
+    assert "nobody" in report.error
+    assert await serves(engine, A)
+
+
+async def test_a_manifest_that_is_another_model_is_refused_before_any_byte(engine):
+    await load(engine)
+    tensors = tensors_of(B)
+    missing = dict(tensors)
+    del missing["model.layers.1.mlp.up_proj.weight"]
+    shaped = tensors | {"model.norm.weight": torch.ones(64)}
+    typed = tensors | {"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}
+    unknown = tensors | {"model.layers.9.mlp.up_proj.weight": torch.ones(4)}
+    for wrong, name in (
+        (missing, "model.layers.1.mlp.up_proj.weight"),
+        (shaped, "model.norm.weight"),
+        (typed, "model.norm.weight"),
+        (unknown, "model.layers.9.mlp.up_proj.weight"),
+    ):
+        with pytest.raises(ManifestError, match=name):
+            await update(engine, wrong, version="wrong")
+    # it was not even paused
+    assert await serves(engine, A)
+
+
+async def test_the_engine_knows_the_version(engine):
+    await load(engine)
+    await engine.publish_version("step-7")
+    assert await engine._llm.get_weight_version() == "step-7"
+
+
+async def test_clearing_caches_tells_that_it_could_not(engine):
+    await load(engine)
+    assert await engine.clear_caches() is True
+    running = asyncio.ensure_future(run(engine, [5, 6, 7], 600))
+    await asyncio.sleep(0.1)
+    assert await engine.clear_caches() is False
+    await engine.pause()
+    await running
+    await engine.resume()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "empty"),
+        ([5] * 3000, "longer than the maximum model length"),
+        ([5, 1024], "1024"),
+        ([-1], "-1"),
+    ],
+)
+async def test_a_prompt_that_cannot_be_served_is_refused_with_a_reason(engine, prompt, words):
+    with pytest.raises(EngineError, match=words):
+        await run(engine, prompt, 4)
+    assert (await run(engine, [5], 4)).finish_reason == "length"
+
+
+async def test_a_priority_that_the_scheduler_does_not_know_is_no_harm(engine):
+    params = engine.sampling_params(GREEDY, max_tokens=4)
+    request = EngineRequest(
+        engine_id="p",
+        prompt_token_ids=[5],
+        params=params,
+        priority=3,
+        session_id="s",
+        cache_salt="salt",
+        trace_headers={"traceparent": "00-0-0-00"},
+    )
+    with_priority = await asyncio.gather(engine.generate(request), return_exceptions=True)
+    assert all(not isinstance(o, Exception) or isinstance(o, EngineError) for o in with_priority)
+    assert (await run(engine, [5], 4)).finish_reason == "length"
+
+
+async def test_extreme_but_legal_parameters_do_not_end_the_engine(engine):
+    for extreme in (
+        {"seed": 2**63 - 1, "temperature": 1.0},
+        {"seed": -(2**63), "temperature": 1.0},
+        {"top_k": 2**40, "temperature": 1.0},
+        {"temperature": 1e-9},
+        {"min_tokens": 4, "stop_token_ids": [0, 1023]},
+        {"logit_bias": {"3": 1e300, "4": -1e300}},
+        {"allowed_token_ids": [7]},
+        {"bad_words": ["w900"]},
+        {"stop": ["w900"]},
+        {"repetition_penalty": 1e-30},
+        {"min_p": 1.0, "top_p": 1e-30, "temperature": 2.0},
+    ):
+        output = await run(engine, [5, 6], 4, **extreme)
+        assert len(output.token_ids) == len(output.log_probs), extreme
+    assert await serves(engine, A) or await run_all(engine)
+
+
+async def test_stopping(engine):
+    await load(engine)
+    (prompt,) = prompts(1)
+    free = await run(engine, prompt, 16)
+    third = free.token_ids[2]
+    stopped = await run(engine, prompt, 16, stop_token_ids=[third])
+    assert stopped.finish_reason == "stop"
+    assert stopped.stop_reason == third
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(third) + 1]

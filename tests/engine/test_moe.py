@@ -1,0 +1,47 @@
+"""A mixture of experts: the second of the two defects of vLLM's reload on CPU."""
+
+import pytest
+
+from tests.support.engine_kit import checkpoint, serves, tensors_of, update
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(300),
+]
+
+KIND = "moe"
+A = checkpoint(KIND, 0)
+B = checkpoint(KIND, 1)
+
+
+async def test_without_the_repair_an_update_is_silently_wrong(engine):
+    assert await serves(engine, A)
+    engine._cpu_repairs = False
+    try:
+        sent = await update(engine, tensors_of(B), version="bare")
+        assert sent.ok
+        assert not await serves(engine, B), "vLLM mends it itself now: drop the repair"
+    finally:
+        engine._cpu_repairs = True
+    assert (await update(engine, tensors_of(B), version="repaired")).ok
+    assert await serves(engine, B)
+
+
+async def test_a_second_update_packs_the_experts_once_more(engine):
+    assert (await update(engine, tensors_of(A), version="a", flush=True)).ok
+    assert await serves(engine, A)
+    assert (await update(engine, tensors_of(B), version="b", bucket_bytes=9_000)).ok
+    assert await serves(engine, B)
+
+
+# vLLM's own flush leaves the experts silently wrong after one complete load
+@pytest.mark.parametrize("stop_after", [1, 60, 110])
+async def test_a_vanished_sender_is_repaired_by_a_complete_resend(engine, stop_after):
+    tensors = tensors_of(A)
+    broken = await update(engine, tensors, version="torn", flush=True, stop_after=stop_after)
+    assert not broken.ok
+    assert (await update(engine, tensors, version="whole", flush=True)).ok
+    assert await serves(engine, A)
+    assert (await update(engine, tensors_of(B), version="back")).ok
+    assert await serves(engine, B)

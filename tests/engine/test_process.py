@@ -1,0 +1,208 @@
+"""``rollout-pod serve`` and ``ctl`` as a person on a laptop runs them: nothing is fake."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from examples.tiny_models import make
+from tests.support.engine_kit import checkpoint, prompts
+from tests.support.process import ServeProcess, serve_process
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+LONG = 1900
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """step-1 and step-2, large enough that a transfer in tiny buckets takes a while."""
+    folder = tmp_path_factory.mktemp("versions")
+    for seed in (1, 2):
+        make(folder / f"step-{seed}", kind="dense", seed=seed, hidden=256, layers=4, vocab=4096)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "base"
+    make(path, kind="dense", seed=0, hidden=256, layers=4, vocab=4096)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pod(base: Path, versions: Path) -> Iterator[ServeProcess]:
+    with serve_process(base, f"--source={versions}/{{version}}") as pod:
+        pod.start()
+        pod.serving("base")
+        yield pod
+
+
+def test_pause_resume_update_from_the_command_line(
+    pod: ServeProcess, base: Path, versions: Path
+) -> None:
+    asked = prompts(4)
+    uncut = pod.generate(asked[0], 300)
+    running = [pod.begin(p, LONG) for p in asked]
+    while pod.metric("rollout_unfinished ") < len(asked):
+        time.sleep(0.01)
+    paused = pod.cli("pause")
+    assert paused.returncode == 0, paused.stderr
+    assert json.loads(paused.stdout)["phase"] == "Paused"
+    partials = [future.result(10) for future in running]
+    assert all(p.is_cancel and p.cancel_reason == "paused" for p in partials)
+    assert any(p.token_ids for p in partials)
+    assert pod.cli("resume").returncode == 0
+    for prompt, partial in zip(asked, partials, strict=True):
+        budget = len(partial.token_ids) + 40
+        rest = pod.generate(prompt, budget, generated_token_ids=partial.token_ids)
+        whole = partial.model_copy(
+            update={
+                "token_ids": partial.token_ids + rest.token_ids,
+                "log_probs": partial.log_probs + rest.log_probs,
+            }
+        )
+        assert len(whole.token_ids) == budget
+        assert pod.is_greedy(base, prompt, whole)
+    n = min(300, len(partials[0].token_ids))
+    assert partials[0].token_ids[:n] == uncut.token_ids[:n], "cut and uncut differ"
+
+    updated = pod.cli("update", "step-1")
+    assert updated.returncode == 0, updated.stderr
+    answer = pod.generate(asked[0], 60)
+    assert [s.version for s in answer.weight_versions] == ["step-1"]
+    assert pod.is_greedy(versions / "step-1", asked[0], answer)
+    bad = pod.cli("update", "step-404", "--timeout=3")
+    assert bad.returncode == 1
+    assert "step-404" in bad.stderr and "Traceback" not in bad.stderr
+    assert pod.generate(asked[0], 60).token_ids == answer.token_ids
+    assert pod.cli("update", "base").returncode == 0
+    assert pod.is_greedy(base, asked[0], pod.generate(asked[0], 60))
+
+
+@pytest.mark.parametrize("fault", ["missing", "extra", "shape", "truncated"])
+def test_a_broken_source_loads_nothing(
+    pod: ServeProcess, base: Path, versions: Path, tmp_path: Path, fault: str
+) -> None:
+    broken = tmp_path / "broken"
+    make(broken, kind="dense", seed=5, hidden=256, layers=4, vocab=4096)
+    file = next(broken.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "extra":
+        tensors["model.layers.9.mlp.down_proj.weight"] = tensors[name].clone()
+    elif fault == "shape":
+        tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, file)
+    if fault == "truncated":
+        with file.open("r+b") as f:
+            f.truncate(file.stat().st_size - 4096)
+    assert pod.cli("update", "step-2").returncode == 0
+    before = pod.generate(prompts(1)[0], 40)
+    refused = pod.cli("update", f"broken-{fault}", f"--path={broken}", "--timeout=2")
+    assert refused.returncode == 1
+    assert (file.name if fault == "truncated" else "down_proj") in refused.stderr
+    state = pod.until(lambda s: bool(s.update and s.update.phase == "Waiting"), timeout_s=10)
+    assert (state.phase, state.ready, state.weight_version) == ("Serving", True, "step-2")
+    after = pod.generate(prompts(1)[0], 40)
+    assert after.token_ids == before.token_ids
+    assert pod.is_greedy(versions / "step-2", prompts(1)[0], after)
+
+
+@pytest.mark.parametrize("victim", ["agent", "worker_is_paused_then_agent"])
+def test_the_agent_is_killed_in_the_middle_of_a_transfer(
+    pod: ServeProcess, versions: Path, victim: str
+) -> None:
+    assert pod.cli("update", "step-1").returncode == 0
+    agent = pod.child("rollout_pod", "weights")
+    with pod.ctl() as ctl:
+        ctl.change(
+            lambda d: d.model_copy(
+                update={
+                    "bucket_bytes": 4096,
+                    "weights": d.weights.model_copy(
+                        update={
+                            "version": "step-2",
+                            "source": d.weights.source.model_copy(
+                                update={"path": str(versions / "step-2")}
+                            ),
+                        }
+                    ),
+                }
+            )
+        )
+    pod.until(lambda s: bool(s.update and s.update.phase == "Transferring"), timeout_s=20)
+    if victim != "agent":
+        agent.suspend()  # hung first: nothing may wait for it for ever
+        time.sleep(0.5)
+    agent.kill()
+    poisoned = pod.until(lambda s: s.last_error is not None, timeout_s=20)
+    assert poisoned.weight_version != "step-2" or poisoned.update.attempt > 1
+    state = pod.serving("step-2", timeout_s=60)
+    assert state.update.attempt >= 2
+    assert pod.is_greedy(versions / "step-2", prompts(1)[0], pod.generate(prompts(1)[0], 60))
+    with pod.ctl() as ctl:
+        ctl.change(lambda d: d.model_copy(update={"bucket_bytes": 1 << 20}))
+
+
+def test_a_killed_container_comes_back_by_itself(base: Path, versions: Path) -> None:
+    """Not ready until the version it had is committed again; nobody tells it."""
+    with serve_process(base, f"--source={versions}/{{version}}", "--keep-state") as pod:
+        pod.start()
+        pod.serving("base")
+        assert pod.cli("update", "step-1").returncode == 0
+        pod.kill()
+        pod.start()
+        seen = set()
+
+        def converged(state: object) -> bool:
+            seen.add((state.phase, state.ready, state.weight_version))
+            return state.phase == "Serving"
+
+        pod.until(converged)
+        assert all(version == "step-1" for _, ready, version in seen if ready)
+        assert not any(version == "base" for _, _, version in seen)
+        assert pod.get("/readyz") == 200
+        assert pod.is_greedy(versions / "step-1", prompts(1)[0], pod.generate(prompts(1)[0], 60))
+
+        # the engine's own process dies: the container ends, with its last words
+        core = pod.child("EngineCore")
+        core.kill()
+        assert pod.process.wait(30) == 1
+        pod.start()
+        pod.serving("step-1")
+        running = pod.begin(prompts(1)[0], LONG)
+        while pod.metric("rollout_unfinished ") < 1:
+            time.sleep(0.01)
+        assert pod.stop() == 0
+        answer = running.result(10)
+        assert answer.finish_reason in ("length", "abort")
+
+
+def test_sigterm_cuts_what_outlasts_the_drain(base: Path) -> None:
+    with serve_process(base, "--drain-timeout=0.3") as pod:
+        pod.start()
+        pod.serving("base")
+        running = pod.begin(prompts(1)[0], LONG)
+        while pod.metric("rollout_unfinished ") < 1:
+            time.sleep(0.01)
+        assert pod.stop() == 0
+        answer = running.result(10)
+        assert (answer.is_cancel, answer.cancel_reason) == (True, "draining")
+        assert pod.is_greedy(base, prompts(1)[0], answer)
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with serve_process(tmp_path / "no-such-model") as pod:
+        pod.start()
+        assert pod.process.wait(60) == 1
+        assert "no-such-model" in pod.tail()
+    with serve_process(checkpoint("dense", 0), engine_args=("--no-such-argument",)) as pod:
+        pod.start()
+        assert pod.process.wait(60) == 1
+        assert "--no-such-argument" in pod.tail()

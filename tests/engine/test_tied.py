@@ -1,0 +1,47 @@
+"""The output head is the embedding: the first of the two defects of vLLM's reload on CPU."""
+
+import pytest
+
+from tests.support.engine_kit import checkpoint, serves, tensors_of, update
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(300),
+]
+
+KIND = "tied"
+A = checkpoint(KIND, 0)
+B = checkpoint(KIND, 1)
+
+
+async def test_without_the_repair_an_update_is_silently_wrong(engine):
+    assert await serves(engine, A)
+    engine._cpu_repairs = False
+    try:
+        sent = await update(engine, tensors_of(B), version="bare")
+        assert sent.ok
+        assert not await serves(engine, B), "vLLM mends it itself now: drop the repair"
+    finally:
+        engine._cpu_repairs = True
+    assert (await update(engine, tensors_of(B), version="repaired")).ok
+    assert await serves(engine, B)
+
+
+async def test_both_names_of_the_tied_tensor_may_be_sent(engine):
+    tensors = tensors_of(A)
+    assert "lm_head.weight" not in tensors
+    both = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    assert (await update(engine, both, version="both", flush=True)).ok
+    assert await serves(engine, A)
+
+
+@pytest.mark.parametrize("stop_after", [1, 50])
+async def test_a_vanished_sender_is_repaired_by_a_complete_resend(engine, stop_after):
+    tensors = tensors_of(B)
+    broken = await update(engine, tensors, version="torn", flush=True, stop_after=stop_after)
+    assert not broken.ok
+    assert (await update(engine, tensors, version="whole", flush=True)).ok
+    assert await serves(engine, B)
+    assert (await update(engine, tensors_of(A), version="back")).ok
+    assert await serves(engine, A)

@@ -1,0 +1,57 @@
+"""Names and values that never reach the engine; the rest is shown with the real class."""
+
+import pytest
+
+from rollout_pod.engine import params
+from rollout_pod.engine.base import InvalidSamplingParams
+
+
+def refuse(raw, *, has_tokenizer=True):
+    with pytest.raises(InvalidSamplingParams) as caught:
+        params.build(raw, max_tokens=8, vocab_size=100, has_tokenizer=has_tokenizer)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"),
+    [
+        ({"temprature": 1.0}, "temprature"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"logits_processors": []}, "logits_processors"),
+        ({"output_kind": 1}, "output_kind"),
+        ({"extra_args": {}}, "extra_args"),
+        ({"skip_clone": True}, "skip_clone"),
+        ({"n": 2}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": "all"}, "logprobs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"detokenize": True}, "detokenize"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": float("inf")}, "top_p"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop_token_ids": [100]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": ["x"]}, "stop_token_ids"),
+        ({"stop_token_ids": [1.0]}, "stop_token_ids"),
+        ({"stop_token_ids": [True]}, "stop_token_ids"),
+        ({"stop_token_ids": "12"}, "stop_token_ids"),
+        ({"stop_token_ids": 12}, "stop_token_ids"),
+        ({"stop_token_ids": [[1]]}, "stop_token_ids"),
+        ({"allowed_token_ids": [1, 100]}, "allowed_token_ids"),
+        ({"logit_bias": {"100": 1.0}}, "logit_bias"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias"),
+        ({"logit_bias": {"1": float("inf")}}, "logit_bias"),
+    ],
+)
+def test_refused_by_name(raw, field):
+    error = refuse(raw)
+    assert error.field == field
+    assert field in str(error)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_text_needs_a_tokenizer(name):
+    error = refuse({name: ["x"]}, has_tokenizer=False)
+    assert error.field == name
+    assert "stop_token_ids" in str(error)

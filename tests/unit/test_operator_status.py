@@ -1,0 +1,465 @@
+"""What the status says, case by case."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollout_operator.api.conditions import Reason
+from rollout_operator.api.replica import Replica
+from rollout_operator.api.status import ReplicaStatus
+from rollout_operator.apply.events import transitions
+from rollout_operator.plan.observed import Report, Seen
+from rollout_operator.plan.plan import make_plan
+from rollout_operator.plan.status import render_status
+from rollout_pod.protocol import (
+    GateState,
+    PodPhase,
+    RankState,
+    UpdatePhase,
+    UpdateSeconds,
+    UpdateState,
+    WeightsRef,
+)
+from tests.support.operator_objects import (
+    DEFAULTS,
+    NOW,
+    container,
+    pod,
+    replica,
+    seen,
+    state,
+)
+
+SOURCE = {"source": {"path": "/ckpt/{version}"}}
+KINDS = ("Ready", "Reconciling", "Stalled", "Available", "Paused", "WeightsReady")
+
+
+def render(wanted: Replica, what: Seen, now: float = NOW) -> ReplicaStatus:
+    return render_status(wanted, what, make_plan(wanted, what, now, defaults=DEFAULTS), now)
+
+
+def facts(status: ReplicaStatus) -> dict[str, tuple[str, str]]:
+    return {c.type: (c.status, c.reason) for c in status.conditions}
+
+
+def update(phase: UpdatePhase, target: str = "step-1", **traits: Any) -> UpdateState:
+    return UpdateState(target=target, phase=phase, **traits)
+
+
+def asks(version: str = "step-1", **spec: Any) -> Replica:
+    return replica(weightVersion=version, weights=SOURCE, **spec)
+
+
+PAUSED = {"phase": PodPhase.PAUSED, "gate": GateState.CLOSED}
+DEAD = container(running=False, waiting="CrashLoopBackOff", exit_code=1, exit_message="no model")
+SERVED = {
+    "conditions": [
+        {"type": "Ready", "status": "True", "reason": "Serving"},
+        {"type": "Available", "status": "True", "reason": "Serving"},
+    ]
+}
+DIED = container(exit_code=137, exit_reason="OOMKilled", restarts=1)
+
+CASES: list[tuple[str, Replica, Seen, tuple[str, Reason, str, str]]] = [
+    # name, replica, seen, (Ready, reason, Stalled, Available)
+    ("serving", replica(), seen(pod(), state()), ("True", Reason.SERVING, "False", "True")),
+    (
+        "paused",
+        replica(paused=True),
+        seen(pod(), state(**PAUSED)),
+        ("True", Reason.PAUSED, "False", "True"),
+    ),
+    (
+        "pausing",
+        replica(paused=True),
+        seen(pod(), state()),
+        ("False", Reason.PAUSING, "False", "True"),
+    ),
+    (
+        "resuming",
+        replica(),
+        seen(pod(), state(**PAUSED)),
+        ("False", Reason.RESUMING, "False", "True"),
+    ),
+    (
+        "an older generation",
+        replica(generation=4),
+        seen(pod(), state()),
+        ("False", Reason.UPDATING, "False", "True"),
+    ),
+    (
+        "prefetching",
+        asks(),
+        seen(pod(), state(desired_version="step-1", update=update(UpdatePhase.PREFETCHING))),
+        ("False", Reason.UPDATING, "False", "True"),
+    ),
+    (
+        "the new version",
+        asks(),
+        seen(pod(), state("step-1", update=update(UpdatePhase.COMMITTED))),
+        ("True", Reason.SERVING, "False", "True"),
+    ),
+    (
+        "a missing version",
+        asks(),
+        seen(
+            pod(),
+            state(desired_version="step-1", update=update(UpdatePhase.WAITING, message="none")),
+        ),
+        ("False", Reason.WEIGHTS_UNAVAILABLE, "False", "True"),
+    ),
+    (
+        "a failed transfer",
+        asks(),
+        seen(
+            pod(ready=False),
+            state(
+                None,
+                desired_version="step-1",
+                phase=PodPhase.POISONED,
+                update=update(UpdatePhase.FAILED, message="agent died"),
+            ),
+        ),
+        ("False", Reason.WEIGHTS_UNAVAILABLE, "False", "False"),
+    ),
+    (
+        "a rejected version",
+        asks(),
+        seen(
+            pod(),
+            state(
+                desired_version="step-1",
+                update=update(UpdatePhase.REJECTED, message="wrong shape"),
+                rejected=WeightsRef.model_validate(
+                    {"version": "step-1", "source": {"path": "/ckpt/step-1"}}
+                ),
+            ),
+        ),
+        ("False", Reason.UPDATE_FAILED, "True", "True"),
+    ),
+    (
+        "poisoned",
+        replica(),
+        seen(pod(ready=False), state(None, phase=PodPhase.POISONED, last_error="x")),
+        ("False", Reason.POISONED, "False", "False"),
+    ),
+    (
+        "loading weights",
+        replica(),
+        seen(pod(ready=False), state(None, phase=PodPhase.STALE)),
+        ("False", Reason.LOADING_WEIGHTS, "False", "False"),
+    ),
+    (
+        "kubelet is behind",
+        replica(),
+        seen(pod(ready=False), state()),
+        ("False", Reason.READINESS_PENDING, "False", "False"),
+    ),
+    (
+        "the engine starts",
+        replica(),
+        seen(pod(ready=False), state(None, phase=PodPhase.LOADING)),
+        ("False", Reason.ENGINE_STARTING, "False", "False"),
+    ),
+    (
+        "the admin port is not up yet",
+        replica(),
+        seen(pod(ready=False), report=Report(error="refused", failing_for=1)),
+        ("False", Reason.ENGINE_STARTING, "False", "False"),
+    ),
+    (
+        "the engine has just died, and kubelet has not said so",
+        replica(),
+        seen(pod(ready=False), report=Report(state=state(), error="refused", failing_for=1)),
+        ("False", Reason.ENGINE_STARTING, "False", "False"),
+    ),
+    (
+        "out of reach for everybody",
+        replica(),
+        seen(pod(ready=False), report=Report(state=state(), error="timeout", failing_for=30)),
+        ("False", Reason.POD_UNREACHABLE, "False", "False"),
+    ),
+    (
+        "unschedulable",
+        replica(),
+        seen(pod(ready=False, ip="", unschedulable="0/3 nodes", phase="Pending")),
+        ("False", Reason.UNSCHEDULABLE, "False", "False"),
+    ),
+    (
+        "no image",
+        replica(),
+        seen(
+            pod(
+                ready=False,
+                weights=container(running=False, waiting="ImagePullBackOff", waiting_message="404"),
+            )
+        ),
+        ("False", Reason.IMAGE_PULL_FAILED, "False", "False"),
+    ),
+    (
+        "a missing ConfigMap",
+        replica(),
+        seen(
+            pod(ready=False, engine=container(running=False, waiting="CreateContainerConfigError"))
+        ),
+        ("False", Reason.POD_CONFIG_ERROR, "False", "False"),
+    ),
+    (
+        "the agent crashes",
+        replica(),
+        seen(pod(ready=False, weights=replace(DEAD, exit_message="bad flag"))),
+        ("False", Reason.WEIGHTS_AGENT_FAILED, "False", "False"),
+    ),
+    (
+        "the engine never starts",
+        replica(),
+        seen(pod(ready=False, engine=DEAD)),
+        ("False", Reason.ENGINE_FAILED, "True", "False"),
+    ),
+    (
+        "the engine that served is started again",
+        replica(status=SERVED),
+        seen(pod(ready=False, engine=DIED)),
+        ("False", Reason.ENGINE_RESTARTING, "False", "False"),
+    ),
+    (
+        "it is up again",
+        replica(status=SERVED),
+        seen(pod(engine=DIED), state()),
+        ("True", Reason.SERVING, "False", "True"),
+    ),
+    (
+        "it keeps on dying",
+        replica(status=SERVED),
+        seen(pod(ready=False, engine=DEAD)),
+        ("False", Reason.ENGINE_FAILED, "True", "False"),
+    ),
+    (
+        "the engine is dead and says so",
+        replica(status=SERVED),
+        seen(pod(ready=False), state(None, phase=PodPhase.FAILED, last_error="CUDA error")),
+        ("False", Reason.ENGINE_RESTARTING, "False", "False"),
+    ),
+    (
+        "out of reach, kubelet calls it ready",
+        replica(),
+        seen(pod(), report=Report(state=state(), error="timeout", failing_for=30)),
+        ("Unknown", Reason.POD_UNREACHABLE, "False", "True"),
+    ),
+    (
+        "out of reach for a moment",
+        replica(),
+        seen(pod(), report=Report(state=state(), error="timeout", failing_for=3)),
+        ("True", Reason.SERVING, "False", "True"),
+    ),
+    (
+        "the token is not taken",
+        replica(),
+        seen(pod(), report=Report(state=state(), unauthorized=True)),
+        ("False", Reason.UNAUTHORIZED, "False", "True"),
+    ),
+    (
+        "the document is not taken",
+        replica(),
+        seen(pod(), report=Report(state=state(), refused="bucket_bytes: too large")),
+        ("False", Reason.DOCUMENT_REFUSED, "False", "True"),
+    ),
+    (
+        "being replaced",
+        replica(),
+        seen(pod(deleting=True), state(phase=PodPhase.DRAINING)),
+        ("False", Reason.POD_REPLACING, "False", "False"),
+    ),
+    ("no pod yet", replica(), seen(), ("False", Reason.POD_CREATING, "False", "False")),
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "what", "expected"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_conditions(wanted: Replica, what: Seen, expected: tuple[str, Reason, str, str]):
+    status = render(wanted, what)
+    found = facts(status)
+    assert tuple(found) == KINDS
+    assert (*found["Ready"], found["Stalled"][0], found["Available"][0]) == expected
+    ready, stalled = found["Ready"][0] == "True", found["Stalled"][0] == "True"
+    # kstatus: exactly one of the three says how things stand
+    assert [ready, stalled, found["Reconciling"][0] == "True"].count(True) == 1
+    assert {c.observed_generation for c in status.conditions} == {wanted.generation}
+    assert status.observed_generation == wanted.generation
+    if not ready:
+        assert all(c.message for c in status.conditions if c.type == "Ready")
+    assert status == ReplicaStatus.parse(status.dump())
+
+
+@pytest.mark.parametrize(("wanted", "what"), [c[1:3] for c in CASES], ids=[c[0] for c in CASES])
+def test_nothing_to_tell_is_told_once(wanted: Replica, what: Seen):
+    first = render(wanted, what)
+    again = replace(wanted, status=first)
+    second = render(again, what, NOW + 100)
+    # an engine that never came up does not look better on the second sight
+    assert second == first
+    assert transitions(first, second) == []
+
+
+def test_after_a_restart_of_the_operator_the_status_waits_for_the_pod():
+    before = render(replica(), seen(pod(), state()))
+    known = replica(status=before.dump())
+    assert render(known, seen(pod())) == before
+    just_failed = Report(error="refused", failing_for=1)
+    assert render(known, seen(pod(), report=just_failed)) == before
+    long_gone = Report(error="refused", failing_for=11)
+    assert facts(render(known, seen(pod(), report=long_gone)))["Ready"][0] == "Unknown"
+
+
+def test_a_transition_changes_the_time_and_only_of_what_changed():
+    before = render(replica(), seen(pod(), state()))
+    after = render(
+        replica(status=before.dump(), paused=True), seen(pod(), state(**PAUSED)), NOW + 60
+    )
+    moved = {
+        new.type
+        for old, new in zip(before.conditions, after.conditions, strict=True)
+        if old.last_transition_time != new.last_transition_time
+    }
+    assert moved == {"Paused"}
+    assert before.conditions[0].last_transition_time == "2027-01-15T08:00:00Z"
+
+
+def test_the_whole_status_of_an_update():
+    took = UpdateSeconds(prefetch=3.14159, cancel=0.03, transfer=0.3, commit=0.01, paused=0.36)
+    done = update(
+        UpdatePhase.COMMITTED,
+        attempt=2,
+        bytes=99,
+        seconds=took,
+        transport="shared_memory",
+        mode="bucketed",
+        started_at=NOW - 4,
+        finished_at=NOW,
+    )
+    status = render(asks(weightStep=1), seen(pod(), state("step-1", update=done)))
+    dumped = status.dump()
+    assert dumped["weightVersion"] == "step-1"
+    assert dumped["phase"] == "Serving"
+    assert dumped["endpoint"] == "http://qwen.ns.svc:8000"
+    assert dumped["lastCommitted"] == {"version": "step-1", "source": {"path": "/ckpt/step-1"}}
+    assert dumped["weightUpdate"] == {
+        "target": "step-1",
+        "phase": "Committed",
+        "attempt": 2,
+        "startedAt": "2027-01-15T07:59:56Z",
+        "finishedAt": "2027-01-15T08:00:00Z",
+        "pausedSeconds": 0.36,
+        "seconds": {"prefetch": 3.142, "cancel": 0.03, "transfer": 0.3, "commit": 0.01},
+        "bytes": 99,
+        "transport": "shared_memory",
+        "mode": "bucketed",
+        "message": "",
+    }
+    assert dumped["pods"] == [
+        {
+            "name": "qwen-0",
+            "rank": 0,
+            "node": "node-1",
+            "ready": True,
+            "bootID": "boot-1",
+            "phase": "Serving",
+            "weightVersion": "step-1",
+            "message": "",
+        }
+    ]
+
+
+def test_counters_that_move_are_no_news():
+    def at(moved: int, phase: UpdatePhase) -> ReplicaStatus:
+        moving = update(phase, bytes=moved, seconds=UpdateSeconds(prefetch=moved))
+        return render(
+            asks(), seen(pod(), state(desired_version="step-1", unfinished=moved, update=moving))
+        )
+
+    assert at(1, UpdatePhase.PREFETCHING) == at(10**9, UpdatePhase.PREFETCHING)
+    steps = (UpdatePhase.CANCELLING, UpdatePhase.TRANSFERRING, UpdatePhase.COMMITTING)
+    assert len({at(n, phase).dump()["weightUpdate"]["phase"] for n, phase in enumerate(steps)}) == 1
+
+
+def test_ranks_that_differ_hold_no_version():
+    ranks = (
+        RankState(rank=0, host="qwen-0", weight_version="base"),
+        RankState(rank=1, host="qwen-0", weight_version="step-1"),
+    )
+    status = render(replica(), seen(pod(), state(ranks=ranks)))
+    assert status.weight_version == ""
+    assert facts(status)["WeightsReady"][0] == "False"
+
+
+def test_an_engine_that_failed_stays_failed_until_it_is_up():
+    failed = render(replica(), seen(pod(ready=False, engine=DEAD)))
+    known = replace(replica(), status=failed)
+    # between two deaths: silence, then loading, by a container that kubelet says nothing of
+    for said in (
+        Report(error="refused", failing_for=1),
+        Report(state=state(None, phase="Loading")),
+    ):
+        status = render(known, seen(pod(ready=False), report=said))
+        assert status.conditions[:3] == failed.conditions[:3]
+    stale = Report(state=state(None, phase="Stale"))
+    again = render(known, seen(pod(ready=False, engine=DIED), report=stale))
+    assert facts(again)["Ready"] == ("False", "LoadingWeights")
+    # another spec is another chance
+    other = replace(replica(generation=4), status=failed)
+    silent = seen(pod(ready=False), report=Report(error="refused", failing_for=1))
+    assert facts(render(other, silent))["Ready"] == ("False", "EngineStarting")
+
+
+def test_what_was_committed_last_outlives_the_pod():
+    known = replica(status={"lastCommitted": {"version": "step-9", "source": {"path": "/9"}}})
+    status = render(known, seen())
+    assert status.last_committed is not None
+    assert status.last_committed.version == "step-9"
+
+
+def test_another_owners_commit_is_not_ours():
+    status = render(replica(), seen(pod(), state("step-1", owner="somebody")))
+    assert status.last_committed is None
+    assert status.weight_update is None
+
+
+def test_the_back_off_of_an_image_is_no_news():
+    def at(waiting: str, message: str) -> ReplicaStatus:
+        agent = container(running=False, waiting=waiting, waiting_message=message)
+        return render(replica(), seen(pod(ready=False, weights=agent, engine=None)))
+
+    error = at("ErrImagePull", "not found")
+    assert error == at("ImagePullBackOff", 'Back-off pulling image "x": ErrImagePull: not found')
+
+
+def test_messages_are_bounded():
+    endless = update(UpdatePhase.WAITING, message="x" * 10**5)
+    status = render(asks(), seen(pod(), state(desired_version="step-1", update=endless)))
+    assert max(len(c.message) for c in status.conditions) == 4096
+
+
+def test_going():
+    assert render(replica(deleting=True), seen(pod(), state())).phase == "Terminating"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (None, "Serving", [("Normal", "Serving")]),
+        ("PodStarting", "Serving", [("Normal", "Serving")]),
+        ("Serving", "Serving", []),
+        ("Serving", "Updating", []),
+        ("Serving", "Paused", [("Normal", "Paused")]),
+        ("Serving", "WeightsUnavailable", [("Warning", "WeightsUnavailable")]),
+        ("EngineFailed", "EngineFailed", []),
+    ],
+)
+def test_events(before: str | None, after: str, expected: list[tuple[str, str]]):
+    def status(reason: str | None) -> ReplicaStatus:
+        ready = {"type": "Ready", "status": "False", "reason": reason, "message": "m"}
+        return ReplicaStatus.parse({"conditions": [ready] if reason else []})
+
+    assert [e[:2] for e in transitions(status(before), status(after))] == expected

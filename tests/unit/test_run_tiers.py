@@ -1,0 +1,81 @@
+"""The runner of the tiers, on tiers of its own."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "run.py"
+
+
+@pytest.fixture(scope="module")
+def runner():
+    spec = importlib.util.spec_from_file_location("rollout_tests_run", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def run(tests: Path, *args: str) -> tuple[int, list[str]]:
+    command = [sys.executable, str(SCRIPT), "--tests", str(tests), *args, "-p", "no:cacheprovider"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stdout.splitlines()
+
+
+def tier(tests: Path, name: str, code: str) -> None:
+    (tests / name).mkdir()
+    (tests / name / "test_it.py").write_text(code)
+
+
+PASSES = "def test_a(): pass\n"
+
+
+def test_sums_all_tiers_and_closes_with_one_line(tmp_path):
+    tier(tmp_path, "unit", PASSES + "def test_b(): pass\n")
+    tier(tmp_path, "wire", PASSES + "import pytest\n@pytest.mark.skip('why')\ndef test_s(): ...\n")
+    status, lines = run(tmp_path, "unit", "wire")
+    assert (status, lines[-1]) == (0, "3 passed, 0 failed, 1 skipped")
+    assert lines[-4].startswith("unit ")
+    assert lines[-4].endswith(" s   2 passed, 0 failed, 0 skipped")
+
+
+def test_a_failure_and_an_error_fail_the_run_and_the_next_tier_still_runs(tmp_path):
+    broken = "import pytest\n@pytest.fixture\ndef f(): 1/0\ndef test_e(f): ...\ndef test_f(): 1/0\n"
+    tier(tmp_path, "unit", PASSES + broken)
+    tier(tmp_path, "wire", PASSES)
+    status, lines = run(tmp_path, "unit", "wire")
+    assert (status, lines[-1]) == (1, "2 passed, 2 failed, 0 skipped")
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["", "import nothing_of_that_name\n", "import pytest\npytest.skip(allow_module_level=True)\n"],
+)
+def test_a_tier_without_a_test_fails(tmp_path, code):
+    tier(tmp_path, "unit", code)
+    status, lines = run(tmp_path, "unit")
+    assert status == 1
+    assert lines[-1].startswith("0 passed, 1 failed")
+
+
+def test_a_tier_that_hangs_is_ended_at_its_deadline(tmp_path):
+    tier(tmp_path, "unit", PASSES + "import time\ndef test_h(): time.sleep(90)\n")
+    status, lines = run(tmp_path, "unit", "--deadline", "4")
+    assert status == 1
+    assert "DID NOT END WITHIN 4 S" in lines[-3]
+    assert lines[-1].endswith("1 failed, 0 skipped")
+
+
+def test_an_unknown_tier_is_named(tmp_path):
+    done = subprocess.run([sys.executable, str(SCRIPT), "gpus"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no tier is called gpus; there are unit, wire, engine, cluster" in done.stderr
+
+
+def test_all_deadlines_leave_ci_time_for_the_rest(runner):
+    assert list(runner.DEADLINES_S) == ["unit", "wire", "engine", "cluster"]
+    assert sum(runner.DEADLINES_S.values()) <= 3600

@@ -1,0 +1,180 @@
+"""Segments and the agent's slots."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgpack
+import pytest
+import zmq
+
+from rollout_pod.weights import agent_wire, transport, wire
+from rollout_pod.weights.report import LoadReport
+from rollout_pod.weights.segment import AttachError, RoomError, Segment, attach
+from rollout_pod.weights.slots import SlotKey, Slots
+
+
+def test_attached_memory_is_the_owners_and_writes_stay_private(tmp_path: Path) -> None:
+    segment = Segment.create(tmp_path, "s", 10_000)
+    segment.map[:5] = b"hello"
+    seen = attach(tmp_path, "s")
+    assert (seen.size, seen.map[:5]) == (10_000, b"hello")
+    seen.map[:5] = b"WRONG"
+    assert segment.map[:5] == b"hello"
+    segment.map[:5] = b"again"
+    seen.refresh(0, 5)
+    assert seen.map[:5] == b"again"
+    segment.close()
+    assert list(tmp_path.iterdir()) == []
+    assert seen.map[:5] == b"again", "whoever has it mapped keeps it"
+    seen.close()
+    segment.close()
+
+
+@pytest.mark.parametrize("name", ["../s", "a/b", ".s", "", "..", "s2", "empty", "link", "dir"])
+def test_attach_refuses(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    (tmp_path / "dir").mkdir()
+    with pytest.raises(AttachError):
+        attach(tmp_path, name)
+
+
+def test_names_are_taken_once(tmp_path: Path) -> None:
+    segment = Segment.create(tmp_path, "s", 1)
+    with pytest.raises(FileExistsError):
+        Segment.create(tmp_path, "s", 1)
+    segment.close()
+
+
+def test_room_is_checked_before_and_taken_at_once(tmp_path: Path, monkeypatch) -> None:
+    little = SimpleNamespace(f_bavail=10, f_frsize=4096, f_blocks=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: little)
+        with pytest.raises(RoomError, match="50000 bytes are needed, 40960 of 81920 are free"):
+            Segment.create(tmp_path, "s", 50_000)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(RoomError, match="50000 bytes are needed") as caught:
+            Segment.create(tmp_path, "s", 50_000)
+    assert caught.value.retryable
+    assert list(tmp_path.iterdir()) == []
+    segment = Segment.create(tmp_path, "s", 50_000)
+    assert segment.path.stat().st_blocks * 512 >= 50_000
+    segment.close()
+
+
+def key(version: str) -> SlotKey:
+    return SlotKey(version, f"/{version}", ())
+
+
+def test_slots_keep_two_versions(tmp_path: Path) -> None:
+    (tmp_path / "p-old").touch()
+    (tmp_path / "other").touch()
+    slots = Slots(tmp_path, "p-", 100_000)
+    assert slots.stale == ("p-old",)
+
+    one = slots.obtain(key("one"), 40_000)
+    assert slots.obtain(key("one"), 40_000) is not one, "what is not ready is read again"
+    (one,) = slots.all
+    one.ready = True
+    assert slots.obtain(key("one"), 40_000) is one
+    slots.commit(one)
+    slots.drop(one)
+    assert slots.all == (one,), "the committed one is not dropped"
+
+    two = slots.obtain(key("two"), 30_000)
+    two.ready = True
+    three = slots.obtain(key("three"), 20_000)
+    assert slots.all == (one, three)
+    assert three.segment is two.segment, "memory is used again"
+    four = slots.obtain(key("four"), 60_000)
+    assert (slots.all, slots.used) == ((one, four), 100_000)
+    with pytest.raises(RoomError, match=r"needs 60001 bytes.* 40000 hold 'one'.*at least 100001"):
+        slots.obtain(key("five"), 60_001)
+    assert slots.all == (one,), "the next one has made way"
+    slots.commit(four)
+    assert slots.committed is one, "what is gone cannot be committed"
+    slots.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_socket_paths(tmp_path: Path) -> None:
+    assert transport.ipc_address(Path("/" + "x" * 106)) == "ipc:///" + "x" * 106
+    with pytest.raises(ValueError, match="108 bytes, at most 107"):
+        transport.ipc_address(Path("/" + "x" * 107))
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(FileExistsError):
+        transport.remove_socket(file)
+    assert file.exists()
+
+
+def test_a_late_farewell_spares_the_successors_socket(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as one,
+        context.socket(zmq.ROUTER) as two,
+    ):
+        old = transport.bind(one, path)
+        new = transport.bind(two, path)
+        transport.remove_socket(path, old)
+        assert path.exists()
+        transport.remove_socket(path, new)
+        assert not path.exists()
+
+
+REPORT = LoadReport(1, "pod-0", False, "v", 2, 3, 0.5, "boom")
+
+
+def test_reports_survive_their_forms() -> None:
+    assert LoadReport.from_dict(REPORT.as_dict() | {"later": 1}) == REPORT
+    message = wire.Report.of("s", REPORT)
+    assert wire.decode_to_sender(wire.encode(message)).report() == REPORT
+    with pytest.raises(ValueError, match="not a load report"):
+        LoadReport.from_dict({"rank": 1})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v": 2}, {"v": "1"}, {"kind": "sent"}, {"seq": -1}, {"seq": True}, {"seq": 1.0},
+        {"seq": None}, {"session": ""}, {"session": b"s"}, {"segment": "../x"},
+        {"segment": ".hidden"}, {"entries": [[0, 0, 0]]}, {"entries": [[0, 0, 0, -1]]},
+        {"entries": {}}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_messages_are_strict(change: dict) -> None:
+    good = {
+        "v": 1, "kind": "bucket", "session": "s", "seq": 0, "segment": "x", "base": 0,
+        "length": 1, "entries": [[0, 0, 0, 1]],
+    }  # fmt: skip
+    assert wire.decode_to_rank(msgpack.packb(good)).seq == 0
+    with pytest.raises(wire.WireError):
+        wire.decode_to_rank(msgpack.packb(good | change))
+
+
+def test_agents_messages_are_strict() -> None:
+    good = {"v": 1, "kind": "send", "id": 1, "session": "s", "timeout": 1}
+    assert agent_wire.decode_to_agent(msgpack.packb(good)).timeout == 1
+    for change in ({"timeout": 0}, {"timeout": float("nan")}, {"id": -1}, {"kind": "done"}):
+        with pytest.raises(wire.WireError):
+            agent_wire.decode_to_agent(msgpack.packb(good | change))
+
+
+def test_the_agent_needs_no_torch() -> None:
+    code = (
+        "import sys, rollout_pod.weights.agent, rollout_pod.weights.agent_client;"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'vllm', 'fastapi')"
+        " or m.startswith(('rollout_pod.engine', 'rollout_pod.protocol'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

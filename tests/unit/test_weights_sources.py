@@ -1,0 +1,189 @@
+"""Folders of safetensors, whole and broken."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from rollout_pod.weights import sources
+from rollout_pod.weights.buckets import make_plan
+from rollout_pod.weights.sources import INDEX, SourceError, open_checkpoint, read_tensors
+from tests.support.weights import mixed_tensors, write_checkpoint
+
+
+def file_of(header: object, data: bytes = b"") -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def read(path: Path) -> dict[str, bytes]:
+    checkpoint = open_checkpoint(path)
+    manifest = checkpoint.manifest("v")
+    plan = make_plan(manifest.tensors, 4096)
+    target = bytearray(plan.nbytes)
+    counted: list[int] = []
+    read_tensors(
+        checkpoint, memoryview(target), plan.offsets, progress=counted.append,
+        cancel=threading.Event(),
+    )  # fmt: skip
+    assert sum(counted) == manifest.nbytes
+    return {
+        tensor.name: bytes(target[offset : offset + tensor.nbytes])
+        for tensor, offset in zip(manifest.tensors, plan.offsets, strict=True)
+    }
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_byte_is_read(tmp_path: Path, shards: int, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    tensors = mixed_tensors(1)
+    path = write_checkpoint(tmp_path, tensors, shards)
+    (path / "config.json").write_text("{}")
+    assert read(path) == {
+        name: bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+        for name, tensor in tensors.items()
+    }
+
+
+def test_files_that_the_index_does_not_name_are_ignored(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, mixed_tensors(1), 2)
+    (path / "consolidated.safetensors").write_bytes(b"junk")
+    assert len(open_checkpoint(path).files) == 2
+
+
+GOOD = {"a": entry("F32", [2], 0, 8), "b": entry("U8", [3], 8, 11)}
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "retryable"),
+    [
+        (b"", "truncated, 0 bytes", True),
+        (b"1234567", "truncated, 7 bytes", True),
+        (file_of(GOOD)[:30], "truncated within its header, 30 of at least", True),
+        (file_of(GOOD, b"x" * 10), "truncated, ", True),
+        (file_of(GOOD, b"x" * 12), "its header accounts for", True),
+        (b"\xff" * 8 + b"x" * 50, "this is no safetensors file", False),
+        (file_of(b"{]"), "bad header", False),
+        (file_of([1]), "no JSON object", False),
+        (file_of({}), "hold no tensor", True),
+        (file_of(b'{"a": 1, "a": 2}'), "'a' is there twice", False),
+        (file_of({"a": 1}), "'a' has a bad header entry", False),
+        (file_of({"a": {"dtype": "F32", "shape": [2]}}), "'a' has a bad header entry", False),
+        (file_of({"a": entry("F32", [-2], 0, 8)}, b"x" * 8), "bad header entry", False),
+        (file_of({"a": entry("F32", [True], 0, 4)}, b"x" * 4), "bad header entry", False),
+        (file_of({"a": entry("F32", 2, 0, 8)}, b"x" * 8), "bad header entry", False),
+        (file_of({"a": entry("F4", [2], 0, 1)}, b"x"), "dtype 'F4', known are BOOL", False),
+        (file_of({"a": entry("F32", [2], 0, 7)}, b"x" * 7), "has 7 bytes, F32 [2] takes 8", False),
+        (
+            file_of({"a": GOOD["a"], "b": entry("U8", [3], 9, 12)}, b"x" * 12),
+            "'b' at byte 9 leaves a gap, expected 8",
+            False,
+        ),
+        (
+            file_of({"a": GOOD["a"], "b": entry("U8", [3], 7, 10)}, b"x" * 10),
+            "'b' at byte 7 overlaps",
+            False,
+        ),
+        (file_of({"a": entry("F32", [2], 8, 16)}, b"x" * 16), "'a' at byte 8 leaves a gap", False),
+    ],
+)
+def test_broken_files(tmp_path: Path, content: bytes, words: str, retryable: bool) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(SourceError) as caught:
+        open_checkpoint(tmp_path)
+    assert words in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert caught.value.retryable is retryable
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_no_damage_raises_anything_else(tmp_path_factory, data) -> None:
+    good = save({"a": torch.zeros(3), "b": torch.zeros(5, dtype=torch.uint8)})
+    bad = bytearray(good)
+    for _ in range(data.draw(st.integers(0, 3))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(bad)))
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "model.safetensors").write_bytes(bad[:cut])
+    try:
+        found = open_checkpoint(folder)
+    except SourceError:
+        return
+    assert cut == len(good)
+    assert sum(tensor.spec.nbytes for tensor in found.tensors) == 17
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (b"{", "cannot be read"),
+        (b"[]", "has no weight_map"),
+        (b"{}", "has no weight_map"),
+        (b'{"weight_map": {"a": "../x.safetensors"}}', "no plain file name"),
+        (b'{"weight_map": {"a": 1}}', "no plain file name"),
+        (b'{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors: missing"),
+        (b'{"weight_map": {"z": "model.safetensors"}}', "lacks tensor 'z'"),
+    ],
+)
+def test_broken_index(tmp_path: Path, index: bytes, words: str) -> None:
+    write_checkpoint(tmp_path, {"a": torch.zeros(1)})
+    (tmp_path / INDEX).write_bytes(index)
+    with pytest.raises(SourceError, match=words):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.safetensors").write_bytes(save({"a": torch.zeros(1)}))
+    with pytest.raises(SourceError, match=r"two.safetensors: tensor 'a' is in one.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for path, words in (
+        (tmp_path / "x", "does not exist"),
+        (tmp_path, "holds no"),
+        (file, "no fo"),
+    ):
+        if path == file:
+            file.write_bytes(b"")
+        with pytest.raises(SourceError, match=words) as caught:
+            open_checkpoint(path)
+        assert caught.value.retryable
+
+
+@pytest.mark.parametrize("what", ["cancel", "shorter", "changed", "gone"])
+def test_reading_that_goes_wrong(tmp_path: Path, what: str) -> None:
+    path = write_checkpoint(tmp_path, {"a": torch.zeros(1000)})
+    file = path / "model.safetensors"
+    checkpoint = open_checkpoint(path)
+    cancel = threading.Event()
+
+    def progress(_: int) -> None:
+        if what == "changed":
+            write_checkpoint(tmp_path, {"a": torch.ones(1000)})
+
+    if what == "cancel":
+        cancel.set()
+    if what == "shorter":
+        file.write_bytes(file.read_bytes()[:-1])
+    if what == "gone":
+        file.unlink()
+    words = {
+        "cancel": "cancelled", "shorter": "became shorter", "changed": "changed while",
+        "gone": "No such file",
+    }  # fmt: skip
+    with pytest.raises(SourceError, match=words[what]) as caught:
+        read_tensors(checkpoint, memoryview(bytearray(4096)), [0], progress=progress, cancel=cancel)
+    assert caught.value.retryable
