@@ -16,13 +16,23 @@ SOURCE = {"source": {"path": "/ckpt/{version}"}}
 
 @pytest.fixture(scope="module")
 def served(cluster: Cluster) -> Iterator[Cluster]:
-    """The kind as this working copy has it; taken away again if it was not there before."""
+    """The kind as this working copy has it.
+
+    Taken away again only if it was not there before and nobody has come to use it since: with
+    the kind all replicas of all namespaces go.
+    """
     found = bool(cluster.kubectl("get", "crd", NAME, "--ignore-not-found", "-o", "name"))
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(FILE))
     cluster.kubectl("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=30s")
     yield cluster
-    if not found:
+    if not found and not _in_use(cluster):
         cluster.kubectl("delete", "crd", NAME)
+
+
+def _in_use(cluster: Cluster) -> bool:
+    labels = cluster.get("crd", NAME)["metadata"].get("labels") or {}
+    adopted = labels.get("app.kubernetes.io/managed-by") == "Helm"
+    return adopted or bool(cluster.kubectl("get", NAME, "-A", "-o", "name"))
 
 
 def create(cluster: Cluster, spec: dict[str, Any], name: str = "qwen") -> dict[str, Any]:

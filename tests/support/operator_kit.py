@@ -11,7 +11,6 @@ from typing import Any
 from rollout_operator.app import run
 from rollout_operator.runtime import Runtime
 from rollout_operator.settings import Settings
-
 from tests.support.fake_apiserver import FakeApiServer, Json
 from tests.support.fake_pod_admin import FakePodAdmin
 
@@ -52,15 +51,6 @@ class Bench:
         if self._task is not None and self._stop is not None:
             self._stop.set()
             await asyncio.wait_for(self._task, DEADLINE_S)
-        self._task = None
-
-    async def kill(self) -> None:
-        """End the operator in the middle of whatever it does, without any cleaning up."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=DEADLINE_S)
-        if self.runtime is not None:
-            await self.runtime.stop()
         self._task = None
 
     async def until(
@@ -182,5 +172,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-

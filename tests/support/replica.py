@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Replica:
     namespace: str
     data: Path
     name: str = "tiny"
-    _client: RolloutClient | None = field(default=None, repr=False)
+    _url: str = ""
 
     def manifest(self, spec: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """examples/replica.yaml with this test's folder, and with ``spec`` over it."""
@@ -125,17 +125,30 @@ class Replica:
         return found
 
     def serving(self, version: str, *, timeout_s: float = START_S) -> dict[str, Any]:
-        return self.until(
-            lambda s: s["phase"] == "Serving" and s.get("weightVersion") == version,
-            f"serving {version}",
-            timeout_s=timeout_s,
-        )
+        """Wait until it is Ready with this version, and reachable."""
+
+        def served(status: dict[str, Any]) -> bool:
+            (ready,) = [c for c in status["conditions"] if c["type"] == "Ready"]
+            return ready["reason"] == "Serving" and status.get("weightVersion") == version
+
+        status = self.until(served, f"serving {version}", timeout_s=timeout_s)
+        # kube-proxy learns of a ready pod a moment after everybody else
+        self.cluster.wait(self._answers, 10, f"{self.url} to answer", namespace=self.namespace)
+        return status
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=5).is_success
+        except httpx.TransportError:
+            return False
 
     @property
     def url(self) -> str:
         """The Service's own address: the machine of a test does not know cluster names."""
-        service = self.cluster.get("service", self.name, self.namespace)
-        return f"http://{service['spec']['clusterIP']}:8000"
+        if not self._url:
+            service = self.cluster.get("service", self.name, self.namespace)
+            self._url = f"http://{service['spec']['clusterIP']}:8000"
+        return self._url
 
     def client(self) -> RolloutClient:
         return RolloutClient(self.url)
@@ -185,6 +198,6 @@ def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[
 async def in_flight(replica: Replica, n: int) -> None:
     """Wait until the engine has ``n`` requests."""
     deadline = time.monotonic() + 30
-    while metric(replica.metrics(), "rollout_unfinished ") < n:
-        assert time.monotonic() < deadline
+    while metric(text := await asyncio.to_thread(replica.metrics), "rollout_unfinished ") < n:
+        assert time.monotonic() < deadline, text
         await asyncio.sleep(0.02)

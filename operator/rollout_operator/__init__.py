@@ -1,0 +1,1 @@
+"""The operator: makes RolloutReplicas true, one asyncio worker each."""

@@ -1,0 +1,1 @@
+"""The RolloutReplica as Python: names, spec, status. Pure."""

@@ -1,0 +1,96 @@
+"""``spec`` of a RolloutReplica. The CRD holds the same fields and bounds (a test compares)."""
+
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic.alias_generators import to_camel
+
+from rollout_operator.api.quantity import parse_bytes
+
+VERSION_PLACEHOLDER: Final = "{version}"
+VERSION_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
+MAX_BUCKET: Final = 1 << 34
+MIN_BUCKET: Final = 1 << 12
+MAX_HOST_MEMORY: Final = 1 << 44
+
+
+class _Part(BaseModel):
+    # A newer CRD may serve fields that this operator does not know yet.
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
+    )
+
+
+class Transport(StrEnum):
+    """How weight bytes reach the engine's workers."""
+
+    AUTO = "Auto"
+    SHARED_MEMORY = "SharedMemory"
+
+
+class InterruptionMode(StrEnum):
+    """What a pause or an update does to requests in flight."""
+
+    ABORT = "Abort"
+
+
+class WeightsSource(_Part):
+    """Where versions come from; exactly one of the fields is set."""
+
+    path: Annotated[str | None, Field(min_length=1, max_length=3072)] = None
+
+
+class WeightsSpec(_Part):
+    """How weights reach the engine."""
+
+    host_memory: Annotated[str | int, Field(max_length=32)] = "16Gi"
+    transport: Transport = Transport.AUTO
+    bucket_size: Annotated[str | int, Field(max_length=32)] = "256Mi"
+    source: WeightsSource | None = None
+    timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 600
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+
+    @field_validator("host_memory")
+    @classmethod
+    def _host_memory_in_range(cls, value: str | int) -> str | int:
+        return _within(value, 1, MAX_HOST_MEMORY)
+
+    @field_validator("bucket_size")
+    @classmethod
+    def _bucket_in_range(cls, value: str | int) -> str | int:
+        return _within(value, MIN_BUCKET, MAX_BUCKET)
+
+
+class Interruption(_Part):
+    """What a pause or an update does to requests in flight, and how long that may take."""
+
+    mode: InterruptionMode = InterruptionMode.ABORT
+    timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
+
+
+class RolloutSpec(_Part):
+    """All that a person asks of a replica."""
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    image: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
+    engine_args: Annotated[
+        tuple[Annotated[str, Field(max_length=4096)], ...], Field(max_length=256)
+    ] = ()
+    gpus: Annotated[int, Field(ge=0, le=64)] = 0
+    load_timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 3600
+    weights: WeightsSpec = WeightsSpec()
+    drain_timeout_seconds: Annotated[int, Field(ge=0, le=86400)] = 30
+    template: dict[str, Any] = {}
+    paused: bool = False
+    weight_version: Annotated[
+        str | None, Field(min_length=1, max_length=128, pattern=VERSION_PATTERN)
+    ] = None
+    weight_step: Annotated[int | None, Field(ge=0)] = None
+    interruption: Interruption = Interruption()
+
+
+def _within(value: str | int, low: int, high: int) -> str | int:
+    if not low <= parse_bytes(value) <= high:
+        raise ValueError(f"{value!r} is out of range: from {low} to {high} bytes")
+    return value

@@ -1,0 +1,98 @@
+"""``status`` of a RolloutReplica. The CRD holds the same fields (a test compares)."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from rollout_operator.api.conditions import MAX_MESSAGE, Condition, ConditionType
+
+Message = Annotated[str, Field(max_length=MAX_MESSAGE)]
+Name = Annotated[str, Field(max_length=253)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True
+    )
+
+
+class CommittedSource(_Part):
+    """Where the committed version was read from."""
+
+    path: Annotated[str | None, Field(max_length=4096)] = None
+
+
+class LastCommitted(_Part):
+    """The version that was committed last: what a new pod falls back to."""
+
+    version: Name
+    step: Annotated[int | None, Field(ge=0)] = None
+    source: CommittedSource | None = None
+
+
+class UpdateSeconds(_Part):
+    """Seconds that the steps of an update took."""
+
+    prefetch: float | None = None
+    cancel: float | None = None
+    transfer: float | None = None
+    commit: float | None = None
+
+
+class WeightUpdate(_Part):
+    """The newest weight update."""
+
+    target: Name
+    phase: Annotated[str, Field(max_length=64)]
+    attempt: Annotated[int, Field(ge=0)] = 0
+    started_at: str | None = None
+    finished_at: str | None = None
+    paused_seconds: float | None = None
+    seconds: UpdateSeconds | None = None
+    bytes: Annotated[int | None, Field(ge=0)] = None
+    transport: Annotated[str | None, Field(max_length=64)] = None
+    mode: Annotated[str | None, Field(max_length=64)] = None
+    message: Message = ""
+
+
+class PodStatus(_Part):
+    """One pod of the replica."""
+
+    name: Name
+    rank: Annotated[int, Field(ge=0)] = 0
+    node: Name = ""
+    ready: bool = False
+    boot_id: Annotated[str, Field(alias="bootID", max_length=128)] = ""
+    phase: Annotated[str, Field(max_length=64)] = ""
+    weight_version: Name = ""
+    message: Message = ""
+
+
+class ReplicaStatus(_Part):
+    """What the operator saw."""
+
+    observed_generation: Annotated[int, Field(ge=0)] = 0
+    phase: Annotated[str, Field(max_length=64)] = ""
+    conditions: Annotated[tuple[Condition, ...], Field(max_length=16)] = ()
+    weight_version: Name = ""
+    last_committed: LastCommitted | None = None
+    weight_update: WeightUpdate | None = None
+    endpoint: Annotated[str, Field(max_length=512)] = ""
+    pods: Annotated[tuple[PodStatus, ...], Field(max_length=64)] = ()
+
+    @classmethod
+    def parse(cls, raw: Any) -> Self:
+        """Return the status of a CR; what cannot be read counts as not there."""
+        try:
+            return cls.model_validate(raw or {})
+        except ValidationError:
+            return cls()
+
+    def dump(self) -> dict[str, Any]:
+        """Return the JSON object for the API server, without empty optional fields."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    def condition(self, kind: ConditionType) -> Condition | None:
+        """Return the condition of that type, if there is one."""
+        return next((c for c in self.conditions if c.type == kind), None)

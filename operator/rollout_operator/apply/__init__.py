@@ -1,0 +1,1 @@
+"""I/O to the API server."""

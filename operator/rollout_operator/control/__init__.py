@@ -1,0 +1,1 @@
+"""I/O to the pods' admin port."""

@@ -1,0 +1,144 @@
+"""Speaks to pods' admin ports: the desired document down, the state document up."""
+
+from typing import Final, Self
+
+import aiohttp
+from pydantic import ValidationError
+
+from rollout_operator.metrics import Metrics
+from rollout_pod.protocol import (
+    ADMIN_PORT,
+    STATE_POLL_MAX_S,
+    DesiredDocument,
+    Problem,
+    ProblemCode,
+    StateDocument,
+)
+
+_PUT_TIMEOUT_S: Final = 5.0
+_CONNECT_TIMEOUT_S: Final = 3.0
+_POLL_MARGIN_S: Final = 10.0
+_MAX_BODY: Final = 1 << 20
+
+
+class PodError(Exception):
+    """A pod did not do what it was asked; the text says why."""
+
+
+class Unreachable(PodError):
+    """It does not answer, or answers what no pod of ours would."""
+
+
+class Unauthorized(PodError):
+    """It does not know the token."""
+
+
+class Fenced(PodError):
+    """It obeys another owner, or has seen a later generation."""
+
+
+class Refused(PodError):
+    """It does not accept the document."""
+
+
+class PodClient:
+    """One connection pool for all pods. Holds thousands of long polls at once."""
+
+    def __init__(self, *, metrics: Metrics, admin_port: int = ADMIN_PORT) -> None:
+        self._metrics = metrics
+        self._port = admin_port
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def put_desired(self, ip: str, token: str, document: DesiredDocument) -> StateDocument:
+        """Tell the pod what to become; return what it is now.
+
+        Raises:
+            PodError: one of the four.
+        """
+        return await self._ask(
+            "PUT", ip, "desired", token, timeout=_PUT_TIMEOUT_S, body=document.model_dump_json()
+        )
+
+    async def get_state(
+        self, ip: str, token: str, *, after: StateDocument | None, timeout: float = STATE_POLL_MAX_S
+    ) -> StateDocument:
+        """Return the pod's state: at once if it is not ``after``, else when it changes.
+
+        After ``timeout`` seconds the unchanged state is returned.
+
+        Raises:
+            PodError: Unreachable, Unauthorized or Refused.
+        """
+        query = {"timeout": f"{timeout:g}"}
+        if after is not None:
+            query["after"] = f"{after.boot_id}:{after.revision}"
+        return await self._ask(
+            "GET", ip, "state", token, timeout=timeout + _POLL_MARGIN_S, query=query
+        )
+
+    async def _ask(
+        self,
+        verb: str,
+        ip: str,
+        what: str,
+        token: str,
+        *,
+        timeout: float,
+        body: str | None = None,
+        query: dict[str, str] | None = None,
+    ) -> StateDocument:
+        if self._session is None:
+            raise RuntimeError("PodClient is used outside its context")
+        host = f"[{ip}]" if ":" in ip else ip
+        outcome = "unreachable"
+        try:
+            async with self._session.request(
+                verb,
+                f"http://{host}:{self._port}/admin/v1/{what}",
+                params=query,
+                data=body,
+                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=timeout, connect=_CONNECT_TIMEOUT_S),
+                allow_redirects=False,
+            ) as response:
+                data = await response.content.read(_MAX_BODY)
+                while chunk := await response.content.read(_MAX_BODY):
+                    data += chunk
+                    if len(data) > _MAX_BODY:
+                        raise Unreachable(f"its answer to {verb} {what} has no end")
+                outcome = str(response.status)
+                if response.status == 200:
+                    return StateDocument.model_validate_json(data)
+                raise _problem(response.status, data)
+        except ValidationError as error:
+            raise Unreachable(f"{verb} {what}: no state document: {error.errors()[0]}") from error
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Unreachable(f"{verb} {what}: {str(error) or type(error).__name__}") from error
+        finally:
+            self._metrics.pod_requests.labels(verb=verb, outcome=outcome).inc()
+
+
+def _problem(status: int, data: bytes) -> PodError:
+    try:
+        problem = Problem.model_validate_json(data)
+    except ValidationError:
+        text = f"HTTP {status}: {data[:200].decode(errors='replace')}"
+        return Unauthorized(text) if status == 401 else Unreachable(text)
+    text = "; ".join([problem.detail, *(f"{e.field}: {e.message}" for e in problem.errors)])
+    if status == 401:
+        return Unauthorized(text)
+    if problem.code is ProblemCode.FENCED:
+        return Fenced(text)
+    if status in (400, 409, 422):
+        return Refused(text)
+    return Unreachable(f"HTTP {status}: {text}")

@@ -1,0 +1,121 @@
+"""Holds one long poll to a pod and tells when it says something new."""
+
+import asyncio
+import contextvars
+import random
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+from prometheus_client import Gauge
+
+from rollout_operator.control.pod_client import PodClient, PodError, Unauthorized
+from rollout_operator.plan.observed import Report
+from rollout_pod.protocol import StateDocument
+
+log = structlog.get_logger(__name__)
+
+_BACKOFF_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0)
+
+
+class PodWatch:
+    """The newest state of one incarnation of a pod, kept by a task of its own."""
+
+    def __init__(
+        self,
+        pods: PodClient,
+        *,
+        uid: str,
+        ip: str,
+        token: Callable[[], str],
+        wake: Callable[[], None],
+        gauge: Gauge,
+    ) -> None:
+        self.uid = uid
+        self.ip = ip
+        self._pods = pods
+        self._token = token
+        self._wake = wake
+        self._gauge = gauge
+        self._state: StateDocument | None = None
+        self._error = ""
+        self._failing_since: float | None = None
+        self._unauthorized = False
+        self._answered = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to ask."""
+        # an empty context: else the task would keep alive what some caller's context holds
+        self._task = asyncio.create_task(self._run(), context=contextvars.Context())
+
+    async def stop(self) -> None:
+        """End the task; a held poll is given up."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def first_answer(self, timeout: float) -> None:
+        """Wait until the pod has answered or failed to, ``timeout`` seconds at most."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._answered.wait()
+        except TimeoutError:
+            return
+
+    def report(self) -> Report:
+        """Return what is known of the pod."""
+        since = self._failing_since
+        return Report(
+            state=self._state,
+            error=self._error,
+            failing_for=0.0 if since is None else time.monotonic() - since,
+            unauthorized=self._unauthorized,
+        )
+
+    def offer(self, state: StateDocument) -> None:
+        """Take a state that the pod answered to another request."""
+        self._take(state)
+
+    def _take(self, state: StateDocument) -> bool:
+        known = self._state
+        if known and known.boot_id == state.boot_id and known.revision >= state.revision:
+            return False
+        self._state = state
+        return True
+
+    async def _run(self) -> None:
+        with self._gauge.track_inprogress():
+            await self._listen()
+
+    async def _listen(self) -> None:
+        failures = 0
+        while True:
+            try:
+                state = await self._pods.get_state(self.ip, self._token(), after=self._state)
+            except Exception as error:
+                if not isinstance(error, PodError):
+                    # a bug must not end the only one who listens
+                    log.exception("poll failed", pod_uid=self.uid)
+                first = self._failing_since is None
+                self._fail(error)
+                if first:
+                    self._wake()
+                delay = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+                failures += 1
+                await asyncio.sleep(delay * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
+                continue
+            failures = 0
+            mended = self._failing_since is not None
+            self._error, self._failing_since, self._unauthorized = "", None, False
+            if self._take(state) or mended or not self._answered.is_set():
+                self._answered.set()
+                self._wake()
+
+    def _fail(self, error: Exception) -> None:
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+        self._error = str(error) or type(error).__name__
+        self._unauthorized = isinstance(error, Unauthorized)
+        self._answered.set()

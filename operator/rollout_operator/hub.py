@@ -1,0 +1,55 @@
+"""Turns watch events into wake-ups. Knows no Kopf, decides nothing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_operator.api import names
+from rollout_operator.apply.cache import Cache, Key
+from rollout_operator.observe import Caches
+from rollout_operator.workers import Workers
+
+Event = Mapping[str, Any]
+
+
+class Hub:
+    """Feeds the caches and wakes the replica that an object belongs to."""
+
+    def __init__(self, caches: Caches, workers: Workers) -> None:
+        self._caches = caches
+        self._workers = workers
+
+    def replica(self, event: Event) -> None:
+        """A RolloutReplica was listed, made, changed or removed."""
+        key = _key(event["object"])
+        # our own status writes are known already: no news
+        if _news(self._caches.replicas, event) or not self._workers.knows(key):
+            self._workers.wake(key)
+
+    def pod(self, event: Event) -> None:
+        """A pod with our label was listed, made, changed or removed."""
+        owner = _owner(event["object"])
+        if _news(self._caches.pods, event) and owner is not None and self._workers.knows(owner):
+            self._workers.wake(owner)
+
+    def service(self, event: Event) -> None:
+        """A Service with our label was listed, made, changed or removed."""
+        owner = _owner(event["object"])
+        if event["type"] in ("DELETED", "MODIFIED") and owner and self._workers.knows(owner):
+            # Services are not cached: they are read again
+            self._workers.wake(owner, fresh=True)
+
+
+def _key(raw: Mapping[str, Any]) -> Key:
+    return raw["metadata"]["namespace"], raw["metadata"]["name"]
+
+
+def _owner(raw: Mapping[str, Any]) -> Key | None:
+    name = (raw["metadata"].get("labels") or {}).get(names.REPLICA_LABEL)
+    return (raw["metadata"]["namespace"], name) if name else None
+
+
+def _news(cache: Cache, event: Event) -> bool:
+    raw = event["object"]
+    if event["type"] == "DELETED":
+        return cache.drop(_key(raw), uid=raw["metadata"]["uid"])
+    return cache.put(dict(raw))

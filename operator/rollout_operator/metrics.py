@@ -1,0 +1,46 @@
+"""What the operator counts."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class Metrics:
+    """All metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.reconciles = Counter(
+            "rollout_operator_reconciles",
+            "Passes over a replica, by outcome.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.reconcile_seconds = Histogram(
+            "rollout_operator_reconcile_seconds",
+            "Seconds that a pass took.",
+            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+            registry=self.registry,
+        )
+        self.api_requests = Counter(
+            "rollout_operator_api_requests",
+            "Requests to the API server (those of the watches are not counted).",
+            ["verb", "resource", "code"],
+            registry=self.registry,
+        )
+        self.pod_requests = Counter(
+            "rollout_operator_pod_requests",
+            "Requests to pods' admin ports, by what became of them.",
+            ["verb", "outcome"],
+            registry=self.registry,
+        )
+        self.replicas = Gauge(
+            "rollout_operator_replicas", "Replicas that have a worker.", registry=self.registry
+        )
+        self.polls = Gauge(
+            "rollout_operator_pod_polls", "Pods whose state is watched.", registry=self.registry
+        )
+        self.actions = Counter(
+            "rollout_operator_actions",
+            "What was done to the cluster, by kind.",
+            ["action"],
+            registry=self.registry,
+        )

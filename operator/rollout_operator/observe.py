@@ -1,0 +1,124 @@
+"""Reads what a plan needs: from the cache that the watches feed, or by name."""
+
+import base64
+from dataclasses import dataclass, replace
+from typing import Final
+
+from rollout_operator.api import names
+from rollout_operator.api.replica import Replica
+from rollout_operator.apply.cache import Cache, Key, reread
+from rollout_operator.apply.kube import PODS, REPLICAS, SECRETS, SERVICES, JsonObject, Kube
+from rollout_operator.memory import Memory
+from rollout_operator.plan import manifests
+from rollout_operator.plan.observed import (
+    ChildSeen,
+    Ownership,
+    PodSeen,
+    Report,
+    Seen,
+    covers,
+    ownership,
+    pod_seen,
+)
+
+_NOTHING: Final[JsonObject] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caches:
+    """What the watches feed."""
+
+    replicas: Cache
+    pods: Cache
+
+
+class Observer:
+    """Everything that is read of the cluster."""
+
+    def __init__(self, kube: Kube, caches: Caches) -> None:
+        self._kube = kube
+        self._caches = caches
+
+    async def replica(self, key: Key, *, fresh: bool) -> Replica | None:
+        """Return the replica; None if there is none. ``fresh``: from the API server itself."""
+        raw = None if fresh else self._caches.replicas.get(key)
+        if raw is None:
+            raw = await reread(self._kube, self._caches.replicas, REPLICAS, key)
+        return None if raw is None else Replica.parse(raw)
+
+    async def observe(self, replica: Replica, memory: Memory, *, fresh: bool) -> Seen:
+        """Return all that was seen of the replica's children."""
+        namespace, name = replica.namespace, replica.name
+        wanted = manifests.services(replica)
+        pod_key = (namespace, names.pod_name(name, 0))
+        if fresh or not memory.children_read:
+            await self.read_secret(replica, memory)
+            memory.services = [
+                await self._kube.get(SERVICES, namespace, service["metadata"]["name"])
+                for service in wanted
+            ]
+            await reread(self._kube, self._caches.pods, PODS, pod_key)
+            memory.children_read = True
+        raw = self._caches.pods.get(pod_key)
+        pod = None if raw is None else pod_seen(raw, name=name, uid=replica.uid)
+        return Seen(
+            secret=_child(replica, "Secret", memory.secret, complete=bool(token(memory))),
+            services=tuple(
+                _child(replica, "Service", found, complete=_holds(found, service))
+                for found, service in zip(memory.services, wanted, strict=True)
+            ),
+            pod=pod,
+            report=report(memory, pod),
+            refusal=memory.refusal,
+        )
+
+    async def read_secret(self, replica: Replica, memory: Memory) -> None:
+        """Read the Secret with the token."""
+        memory.secret = await self._kube.get(
+            SECRETS, replica.namespace, names.secret_name(replica.name)
+        )
+
+
+def token(memory: Memory) -> str:
+    """Return the token of the replica's own Secret; empty if there is none."""
+    raw = memory.secret
+    if raw is None or ownership(raw, name="", uid=memory.uid) is not Ownership.OURS:
+        return ""
+    try:
+        return base64.b64decode((raw.get("data") or _NOTHING).get(names.TOKEN_KEY) or "").decode()
+    except ValueError:
+        return ""
+
+
+def report(memory: Memory, pod: PodSeen | None) -> Report | None:
+    """Return what the pod told; None while nobody asks it."""
+    if pod is None or memory.watch is None or memory.watch.uid != pod.uid:
+        return None
+    told = memory.told if memory.told and memory.told.pod_uid == pod.uid else None
+    heard = memory.watch.report()
+    return replace(
+        heard,
+        unauthorized=heard.unauthorized or memory.denied,
+        refused=told.refused if told else "",
+        fenced=memory.fenced_uid == pod.uid,
+    )
+
+
+def _child(
+    replica: Replica, kind: str, raw: JsonObject | None, *, complete: bool
+) -> ChildSeen | None:
+    if raw is None:
+        return None
+    return ChildSeen(
+        kind=kind,
+        name=raw["metadata"]["name"],
+        owner=ownership(raw, name=replica.name, uid=replica.uid),
+        complete=complete,
+    )
+
+
+def _holds(found: JsonObject | None, wanted: JsonObject) -> bool:
+    if found is None:
+        return False
+    labels = covers(found["metadata"].get("labels") or {}, wanted["metadata"]["labels"])
+    return labels and covers(found["spec"], wanted["spec"])

@@ -1,0 +1,1 @@
+"""What was seen of the cluster, and what follows from it. Pure."""

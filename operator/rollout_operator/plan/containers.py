@@ -1,0 +1,173 @@
+"""Builds the two containers that every replica has. They are the contract with rollout_pod."""
+
+import math
+from typing import Any, Final
+
+from rollout_operator.api import names
+from rollout_operator.api.quantity import parse_bytes
+from rollout_operator.api.spec import RolloutSpec
+from rollout_operator.plan import template as merge
+from rollout_pod.protocol import ADMIN_PORT, DATA_PORT
+
+JsonObject = dict[str, Any]
+
+RUN_DIR: Final = "/run/rollout"
+SHM_DIR: Final = "/dev/shm"
+TOKEN_DIR: Final = "/etc/rollout/admin"  # noqa: S105 - a folder
+PODINFO_DIR: Final = "/etc/rollout/podinfo"
+TMP_DIR: Final = "/tmp"  # noqa: S108 - a volume of the pod
+STARTUP_PERIOD_S: Final = 5
+GPU_RESOURCE: Final = "nvidia.com/gpu"
+_PARALLEL_FLAGS: Final = (
+    "--tensor-parallel-size",
+    "-tp",
+    "--pipeline-parallel-size",
+    "-pp",
+    "--data-parallel-size",
+    "-dp",
+)
+
+
+def engine(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: str) -> JsonObject:
+    """Build the engine's container over the template's entry of that name.
+
+    Raises:
+        TemplateError: a field of ``theirs`` has the wrong shape.
+    """
+    where = f"template.spec.containers[{names.ENGINE}]"
+    resources = merge.defaulted(theirs.get("resources"), {}, f"{where}.resources")
+    if spec.gpus:
+        limits = merge.defaulted(resources.get("limits"), {}, f"{where}.resources.limits")
+        resources["limits"] = {**limits, GPU_RESOURCE: str(spec.gpus)}
+        requests = resources.get("requests")
+        if isinstance(requests, dict) and GPU_RESOURCE in requests:
+            resources["requests"] = {**requests, GPU_RESOURCE: str(spec.gpus)}
+    args = [
+        *("--model", spec.model),
+        *("--data-address", f"0.0.0.0:{DATA_PORT}"),
+        *("--admin-address", f"0.0.0.0:{ADMIN_PORT}"),
+        *("--run-dir", RUN_DIR),
+        *("--token-dir", TOKEN_DIR),
+        *("--desired-file", f"{PODINFO_DIR}/desired"),
+        *("--agent", "external"),
+        *("--drain-timeout", str(spec.drain_timeout_seconds)),
+        "--",
+        *engine_args(spec),
+    ]
+    ports = [
+        {"name": "data", "containerPort": DATA_PORT, "protocol": "TCP"},
+        {"name": "admin", "containerPort": ADMIN_PORT, "protocol": "TCP"},
+    ]
+    mounts = [
+        *_shared_mounts(),
+        {"name": "admin", "mountPath": TOKEN_DIR, "readOnly": True},
+        {"name": "podinfo", "mountPath": PODINFO_DIR, "readOnly": True},
+    ]
+    return {
+        **_common(theirs, where, image=image, pull_policy=pull_policy),
+        "command": ["rollout-pod", "serve"],
+        "args": args,
+        "ports": merge.override(
+            theirs.get("ports"), ports, key="containerPort", where=f"{where}.ports"
+        ),
+        "resources": resources,
+        "volumeMounts": merge.override(
+            theirs.get("volumeMounts"), mounts, key="mountPath", where=f"{where}.volumeMounts"
+        ),
+        "startupProbe": _probe(
+            "/startupz",
+            periodSeconds=STARTUP_PERIOD_S,
+            failureThreshold=max(1, math.ceil(spec.load_timeout_seconds / STARTUP_PERIOD_S)),
+        ),
+        "readinessProbe": _probe("/readyz", periodSeconds=2, failureThreshold=2),
+        "livenessProbe": _probe("/healthz", periodSeconds=10, failureThreshold=3),
+    }
+
+
+def weights(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: str) -> JsonObject:
+    """Build the weights agent, a native sidecar, over the template's entry of that name.
+
+    Raises:
+        TemplateError: a field of ``theirs`` has the wrong shape.
+    """
+    where = f"template.spec.initContainers[{names.WEIGHTS}]"
+    memory = parse_bytes(spec.weights.host_memory)
+    resources = merge.defaulted(theirs.get("resources"), {}, f"{where}.resources")
+    limits = merge.defaulted(resources.get("limits"), {}, f"{where}.resources.limits")
+    if "memory" in limits:
+        # tmpfs is charged to its writer
+        try:
+            limit = parse_bytes(limits["memory"])
+        except ValueError as error:
+            raise merge.TemplateError(f"{where}.resources.limits.memory: {error}") from error
+        resources["limits"] = {**limits, "memory": str(limit + memory)}
+    return {
+        **_common(theirs, where, image=image, pull_policy=pull_policy),
+        "command": ["rollout-pod", "weights"],
+        "args": [
+            *("--run-dir", RUN_DIR),
+            *("--shm-dir", SHM_DIR),
+            *("--host-memory", str(memory)),
+        ],
+        "restartPolicy": "Always",
+        "resources": resources,
+        "volumeMounts": merge.override(
+            theirs.get("volumeMounts"),
+            _shared_mounts(),
+            key="mountPath",
+            where=f"{where}.volumeMounts",
+        ),
+    }
+
+
+def engine_args(spec: RolloutSpec) -> list[str]:
+    """Return vLLM's arguments; one GPU a tensor-parallel rank unless the person says otherwise."""
+    args = list(spec.engine_args)
+    flags = {arg.split("=", 1)[0].replace("_", "-") for arg in args}
+    if spec.gpus and flags.isdisjoint(_PARALLEL_FLAGS):
+        args += ["--tensor-parallel-size", str(spec.gpus)]
+    return args
+
+
+def _common(theirs: JsonObject, where: str, *, image: str, pull_policy: str) -> JsonObject:
+    return {
+        **theirs,
+        "image": image,
+        "imagePullPolicy": theirs.get("imagePullPolicy") or pull_policy,
+        "env": merge.override(
+            theirs.get("env"),
+            [] if _sets_home(theirs) else [{"name": "HOME", "value": TMP_DIR}],
+            key="name",
+            where=f"{where}.env",
+        ),
+        "securityContext": merge.defaulted(
+            theirs.get("securityContext"),
+            {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
+            f"{where}.securityContext",
+        ),
+        # what a process printed last says more than its exit code
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _sets_home(container: JsonObject) -> bool:
+    env = container.get("env")
+    return isinstance(env, list) and any(
+        isinstance(item, dict) and item.get("name") == "HOME" for item in env
+    )
+
+
+def _shared_mounts() -> list[JsonObject]:
+    return [
+        {"name": "run", "mountPath": RUN_DIR},
+        {"name": "shm", "mountPath": SHM_DIR},
+        {"name": "tmp", "mountPath": TMP_DIR},
+    ]
+
+
+def _probe(path: str, **timing: int) -> JsonObject:
+    return {"httpGet": {"path": path, "port": "data"}, "timeoutSeconds": 5, **timing}

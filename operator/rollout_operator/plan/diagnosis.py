@@ -1,0 +1,231 @@
+"""Why a replica is ready or not: one verdict from pod, containers and state document."""
+
+from typing import Final
+
+from rollout_operator.api.conditions import ConditionType, Reason
+from rollout_operator.api.replica import Replica
+from rollout_operator.api.spec import RolloutSpec
+from rollout_operator.plan.actions import Verdict
+from rollout_operator.plan.document import wanted_version
+from rollout_operator.plan.observed import ContainerSeen, PodSeen, Report, Seen
+from rollout_pod.protocol import PodPhase, StateDocument, UpdatePhase
+
+UNREACHABLE_GRACE_S: Final = 10.0
+"""So long what a pod said last (or what the status says) counts, although it does not answer."""
+_IMAGE_REASONS: Final = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
+)
+_CONFIG_REASONS: Final = frozenset({"CreateContainerConfigError", "CreateContainerError"})
+_CRASH_LOOP: Final = "CrashLoopBackOff"
+READY_REASONS: Final = frozenset({Reason.SERVING, Reason.PAUSED})
+
+
+def current_state(pod: PodSeen | None, report: Report | None) -> StateDocument | None:
+    """Return what the pod is, as far as it can be known; None where it cannot."""
+    if pod is None or report is None or not pod.answering:
+        return None
+    if report.error and not (pod.ready and report.failing_for < UNREACHABLE_GRACE_S):
+        return None
+    return report.state
+
+
+def uncertain(pod: PodSeen | None, report: Report | None) -> bool:
+    """Tell whether nothing can be said yet of a pod that kubelet calls ready."""
+    return (
+        pod is not None
+        and pod.ready
+        and pod.answering
+        and current_state(pod, report) is None
+        and (report is None or report.failing_for < UNREACHABLE_GRACE_S)
+    )
+
+
+def diagnose(replica: Replica, seen: Seen) -> Verdict:
+    """Return the reason of the condition Ready for a replica whose pod is ours.
+
+    Raises:
+        ValueError: the replica has no spec: its plan has the verdict.
+    """
+    if replica.spec is None:
+        raise ValueError(replica.invalid)
+    pod, report = seen.pod, seen.report
+    if pod is None:
+        return Verdict(reason=Reason.POD_CREATING, message="the pod is being created")
+    verdict = _containers(replica, pod, current_state(pod, report))
+    if verdict is not None:
+        return verdict
+    if report is not None and report.unauthorized:
+        return Verdict(
+            reason=Reason.UNAUTHORIZED,
+            message=f"pod {pod.name} refuses the token of Secret {replica.name}-admin; a changed "
+            "Secret takes up to two minutes to reach a pod",
+        )
+    if report is not None and report.refused:
+        return Verdict(
+            reason=Reason.DOCUMENT_REFUSED,
+            message=f"pod {pod.name} refuses what it is told: {report.refused}; its image may be "
+            "older than the operator",
+        )
+    state = current_state(pod, report)
+    verdict = _silent(pod, report) if state is None else _engine(replica, replica.spec, pod, state)
+    return _still(replica, verdict)
+
+
+def _still(replica: Replica, verdict: Verdict) -> Verdict:
+    """Keep to what is known of an engine that is started again and has not come up yet."""
+    before = replica.status.condition(ConditionType.READY)
+    if (
+        verdict.reason is Reason.ENGINE_STARTING
+        and before is not None
+        and before.observed_generation == replica.generation
+        and before.reason in (Reason.ENGINE_FAILED, Reason.ENGINE_RESTARTING)
+    ):
+        reason = Reason(before.reason)
+        stalled = reason is Reason.ENGINE_FAILED
+        return Verdict(reason=reason, message=before.message, stalled=stalled)
+    return verdict
+
+
+def _containers(replica: Replica, pod: PodSeen, state: StateDocument | None) -> Verdict | None:
+    if pod.unschedulable:
+        return Verdict(reason=Reason.UNSCHEDULABLE, message=f"pod {pod.name}: {pod.unschedulable}")
+    for container in filter(None, (pod.weights, pod.engine)):
+        # kubelet alternates between an error and its back-off: their common part is the news
+        text = f"pod {pod.name}: {container.waiting_message.rpartition('ErrImagePull: ')[2]}"
+        if container.waiting in _IMAGE_REASONS:
+            return Verdict(reason=Reason.IMAGE_PULL_FAILED, message=text)
+        if container.waiting in _CONFIG_REASONS:
+            return Verdict(reason=Reason.POD_CONFIG_ERROR, message=text)
+    agent = pod.weights
+    if agent and not agent.running and (agent.waiting == _CRASH_LOOP or agent.exit_code):
+        return Verdict(
+            reason=Reason.WEIGHTS_AGENT_FAILED,
+            message=f"the container weights of pod {pod.name} ended: {_death(agent)}",
+        )
+    if pod.engine is not None:
+        return _engine_trouble(replica, pod, pod.engine, state)
+    return None
+
+
+def _engine_trouble(
+    replica: Replica, pod: PodSeen, engine: ContainerSeen, state: StateDocument | None
+) -> Verdict | None:
+    failed = state is not None and state.phase is PodPhase.FAILED
+    died = engine.exit_code is not None and not pod.ready
+    up = state is not None and state.phase not in (PodPhase.LOADING, PodPhase.FAILED)
+    if up or not (failed or died):
+        return None
+    text = (state.last_error if failed and state else None) or _death(engine)
+    before = replica.status.condition(ConditionType.READY)
+    was = before.reason if before is not None else ""
+    available = replica.status.condition(ConditionType.AVAILABLE)
+    at_start = (available is None or available.status != "True") and (
+        was != Reason.ENGINE_RESTARTING
+    )
+    # an engine that served is given its restart; one that never came up needs a person
+    if at_start or engine.waiting == _CRASH_LOOP or was == Reason.ENGINE_FAILED:
+        return Verdict(
+            reason=Reason.ENGINE_FAILED,
+            message=f"the engine of pod {pod.name} does not start: {text}; it is started again "
+            "with growing pauses. Mend spec.model, spec.engineArgs or spec.template",
+            stalled=True,
+        )
+    return Verdict(
+        reason=Reason.ENGINE_RESTARTING,
+        message=f"the engine of pod {pod.name} ended and is started again: {text}",
+    )
+
+
+def _death(container: ContainerSeen) -> str:
+    if container.exit_message:
+        return container.exit_message
+    reason = container.exit_reason or "Error"
+    return f"{reason}, exit code {container.exit_code}; see its log"
+
+
+def _silent(pod: PodSeen, report: Report | None) -> Verdict:
+    if not pod.answering:
+        return Verdict(
+            reason=Reason.POD_STARTING, message=f"the containers of pod {pod.name} are starting"
+        )
+    error = report.error if report is not None else ""
+    # a process that has just ended does not answer either, before kubelet tells of its end
+    moment = report is None or report.failing_for < UNREACHABLE_GRACE_S
+    if not pod.ready and (moment or report is None or report.state is None):
+        return Verdict(
+            reason=Reason.ENGINE_STARTING,
+            message=f"the engine of pod {pod.name} is starting; its admin port does not answer",
+        )
+    return Verdict(
+        reason=Reason.POD_UNREACHABLE,
+        message=f"the admin port of pod {pod.name} ({pod.ip}) does not answer: {error}. Nothing is "
+        "changed until it does; look for network policies and at the node",
+    )
+
+
+def _engine(replica: Replica, spec: RolloutSpec, pod: PodSeen, state: StateDocument) -> Verdict:
+    target = wanted_version(spec)
+    if state.phase is PodPhase.LOADING:
+        return Verdict(reason=Reason.ENGINE_STARTING, message="the engine is starting")
+    if state.phase is PodPhase.DRAINING:
+        return Verdict(reason=Reason.DRAINING, message=f"pod {pod.name} lets its requests end")
+    if (state.owner, state.generation) != (replica.uid, replica.generation):
+        return Verdict(
+            reason=Reason.UPDATING,
+            message=f"pod {pod.name} has yet to take generation {replica.generation}",
+        )
+    trouble = _update_trouble(target, state)
+    if trouble is not None:
+        return trouble
+    if state.phase is PodPhase.POISONED:
+        return Verdict(
+            reason=Reason.POISONED,
+            message=f"an update failed in the middle ({state.last_error or 'no reason given'}); "
+            "nothing is served until a complete one commits",
+        )
+    if state.weight_version is None:
+        return Verdict(reason=Reason.LOADING_WEIGHTS, message=f"{target} is being loaded")
+    if state.weight_version != target or state.phase is PodPhase.UPDATING:
+        return Verdict(
+            reason=Reason.UPDATING, message=f"{target} is on its way; {state.weight_version} serves"
+        )
+    return _gate(spec, pod, state)
+
+
+def _update_trouble(target: str, state: StateDocument) -> Verdict | None:
+    update = state.update
+    if state.rejected is not None and state.rejected.version == target:
+        text = update.message if update is not None and update.target == target else ""
+        return Verdict(
+            reason=Reason.UPDATE_FAILED,
+            message=f"{target} was rejected: {text or state.last_error or 'no reason given'}. "
+            "Mend the source and set another weightVersion",
+            stalled=True,
+        )
+    if (
+        update is not None
+        and update.target == target
+        and state.weight_version != target
+        and update.phase in (UpdatePhase.WAITING, UpdatePhase.FAILED)
+    ):
+        serving = f"{state.weight_version} serves on" if state.weight_version else "nothing serves"
+        return Verdict(
+            reason=Reason.WEIGHTS_UNAVAILABLE,
+            message=f"{target} cannot be loaded: {update.message}; it is tried again, {serving}",
+        )
+    return None
+
+
+def _gate(spec: RolloutSpec, pod: PodSeen, state: StateDocument) -> Verdict:
+    if spec.paused and state.phase is not PodPhase.PAUSED:
+        return Verdict(reason=Reason.PAUSING, message="requests in flight are being returned")
+    if not spec.paused and state.phase is not PodPhase.SERVING:
+        return Verdict(reason=Reason.RESUMING, message="the gate is about to open")
+    if not (state.ready and pod.ready):
+        return Verdict(
+            reason=Reason.READINESS_PENDING,
+            message=f"pod {pod.name} is up; its readiness probe has yet to see it",
+        )
+    if spec.paused:
+        return Verdict(reason=Reason.PAUSED, message=f"paused at {state.weight_version}")
+    return Verdict(reason=Reason.SERVING, message=f"serves {state.weight_version}")

@@ -1,0 +1,64 @@
+"""Renders the desired document."""
+
+from rollout_operator.api.quantity import parse_bytes
+from rollout_operator.api.replica import Replica
+from rollout_operator.api.spec import VERSION_PLACEHOLDER, RolloutSpec, Transport
+from rollout_operator.api.status import LastCommitted
+from rollout_pod.protocol import (
+    BASE_VERSION,
+    DesiredDocument,
+    Interruption,
+    WeightsRef,
+    WeightsSource,
+)
+
+_TRANSPORTS = {Transport.AUTO: "auto", Transport.SHARED_MEMORY: "shared_memory"}
+
+
+def render_document(replica: Replica, spec: RolloutSpec) -> DesiredDocument:
+    """Return all that is asked of the replica's head pod."""
+    return DesiredDocument.model_validate(
+        {
+            "owner": replica.uid,
+            "generation": replica.generation,
+            "paused": spec.paused,
+            "weights": wanted_weights(spec),
+            "fallback": _fallback(replica.status.last_committed),
+            "interruption": Interruption(timeout_s=spec.interruption.timeout_seconds),
+            "bucket_bytes": parse_bytes(spec.weights.bucket_size),
+            "update_timeout_s": spec.weights.timeout_seconds,
+            "max_attempts": spec.weights.max_attempts,
+            "transport": _TRANSPORTS[spec.weights.transport],
+        }
+    )
+
+
+def wanted_version(spec: RolloutSpec) -> str:
+    """Return the name of the version that is asked for."""
+    return spec.weight_version or BASE_VERSION
+
+
+def wanted_weights(spec: RolloutSpec) -> WeightsRef | None:
+    """Return the version that is asked for; None for the model's own checkpoint."""
+    if spec.weight_version is None:
+        return None
+    source = spec.weights.source
+    if source is None or source.path is None:
+        # the CRD refuses this, too
+        raise ValueError("spec.weightVersion needs spec.weights.source.path")
+    path = source.path.replace(VERSION_PLACEHOLDER, spec.weight_version)
+    return WeightsRef(
+        version=spec.weight_version, step=spec.weight_step, source=WeightsSource(path=path)
+    )
+
+
+def _fallback(last: LastCommitted | None) -> WeightsRef | None:
+    if last is None:
+        return None
+    if last.version == BASE_VERSION:
+        return WeightsRef(version=BASE_VERSION)
+    if last.source is None or not last.source.path:
+        return None
+    return WeightsRef(
+        version=last.version, step=last.step, source=WeightsSource(path=last.source.path)
+    )

@@ -1,0 +1,198 @@
+"""What was seen of a replica's children, boiled down from raw objects."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum, auto
+from typing import Any
+
+from rollout_operator.api import names
+from rollout_operator.api.conditions import Reason
+from rollout_pod.protocol import StateDocument
+
+Raw = Mapping[str, Any]
+
+
+class Ownership(Enum):
+    """Whose an object with one of our names is."""
+
+    OURS = auto()
+    PREDECESSOR = auto()
+    """Of a deleted replica of the same name: the garbage collector is about to remove it."""
+    FOREIGN = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSeen:
+    """A Secret or a Service of ours, or something that has its name."""
+
+    kind: str
+    name: str
+    owner: Ownership
+    complete: bool
+    """It holds all that we want of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerSeen:
+    """How a container fares. ``exit_*`` tell of its newest death, if it has died."""
+
+    running: bool
+    restarts: int
+    waiting: str
+    waiting_message: str
+    exit_code: int | None
+    exit_reason: str
+    exit_message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodSeen:
+    """The pod that has our pod's name."""
+
+    name: str
+    uid: str
+    owner: Ownership
+    hash: str
+    created: float
+    phase: str
+    ready: bool
+    deleting: bool
+    ip: str
+    node: str
+    unschedulable: str
+    failure: str
+    """Why the pod itself failed (an eviction); empty else."""
+    engine: ContainerSeen | None
+    weights: ContainerSeen | None
+
+    @property
+    def over(self) -> bool:
+        """Whether its containers will never run again."""
+        return self.phase in ("Failed", "Succeeded")
+
+    @property
+    def answering(self) -> bool:
+        """Whether its admin port may answer."""
+        return bool(self.ip and self.engine and self.engine.running and not self.over)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the pod told over HTTP."""
+
+    state: StateDocument | None = None
+    """The newest; may be older than ``error``."""
+    error: str = ""
+    """Why the last attempt to ask failed; empty while the pod answers."""
+    failing_for: float = 0.0
+    """Seconds since ``error`` began."""
+    unauthorized: bool = False
+    refused: str = ""
+    """Why the pod refused the present desired document; empty else."""
+    fenced: bool = False
+    """It obeys another owner or a later generation, and the replica was read afresh since."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """The API server did not take our pod."""
+
+    hash: str
+    """Of the pod that was refused."""
+    reason: Reason
+    message: str
+    retry_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """All that a plan is made from, besides the replica itself."""
+
+    secret: ChildSeen | None = None
+    services: tuple[ChildSeen | None, ...] = (None, None)
+    """In the order of :func:`manifests.services`."""
+    pod: PodSeen | None = None
+    report: Report | None = None
+    refusal: Refusal | None = None
+
+
+def ownership(raw: Raw, *, name: str, uid: str) -> Ownership:
+    """Tell whether an object belongs to the replica ``name`` with ``uid``."""
+    for ref in raw["metadata"].get("ownerReferences") or ():
+        if ref.get("uid") == uid:
+            return Ownership.OURS
+        if (ref.get("kind"), ref.get("name")) == (names.KIND, name) and str(
+            ref.get("apiVersion", "")
+        ).startswith(f"{names.GROUP}/"):
+            return Ownership.PREDECESSOR
+    return Ownership.FOREIGN
+
+
+def pod_seen(raw: Raw, *, name: str, uid: str) -> PodSeen:
+    """Boil a raw pod down; ``name`` and ``uid`` are the replica's."""
+    meta, status = raw["metadata"], raw.get("status") or {}
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    scheduled = conditions.get("PodScheduled") or {}
+    return PodSeen(
+        name=meta["name"],
+        uid=meta["uid"],
+        owner=ownership(raw, name=name, uid=uid),
+        hash=(meta.get("annotations") or {}).get(names.HASH_ANNOTATION, ""),
+        created=_unix(meta.get("creationTimestamp")),
+        phase=status.get("phase", "Pending"),
+        ready=(conditions.get("Ready") or {}).get("status") == "True",
+        deleting=bool(meta.get("deletionTimestamp")),
+        ip=status.get("podIP") or "",
+        node=(raw.get("spec") or {}).get("nodeName") or "",
+        unschedulable=(
+            scheduled.get("message") or "no node fits"
+            if scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
+            else ""
+        ),
+        failure=": ".join(filter(None, (status.get("reason"), status.get("message")))),
+        engine=_container(status.get("containerStatuses"), names.ENGINE),
+        weights=_container(status.get("initContainerStatuses"), names.WEIGHTS),
+    )
+
+
+def covers(actual: Any, wanted: Any) -> bool:
+    """Tell whether everything in ``wanted`` stands in ``actual`` as well (lists: item by item)."""
+    if isinstance(wanted, Mapping):
+        return isinstance(actual, Mapping) and all(
+            key in actual and covers(actual[key], value) for key, value in wanted.items()
+        )
+    if isinstance(wanted, list):
+        return (
+            isinstance(actual, list)
+            and len(actual) == len(wanted)
+            and all(map(covers, actual, wanted))
+        )
+    return bool(actual == wanted)
+
+
+def _container(statuses: Sequence[Raw] | None, name: str) -> ContainerSeen | None:
+    raw = next((s for s in statuses or () if s.get("name") == name), None)
+    if raw is None:
+        return None
+    state, last = raw.get("state") or {}, raw.get("lastState") or {}
+    waiting = state.get("waiting") or {}
+    death = state.get("terminated") or last.get("terminated") or {}
+    return ContainerSeen(
+        running="running" in state,
+        restarts=raw.get("restartCount", 0),
+        waiting=waiting.get("reason") or "",
+        waiting_message=waiting.get("message") or "",
+        exit_code=death.get("exitCode"),
+        exit_reason=death.get("reason") or "",
+        exit_message=_last_line(death.get("message") or ""),
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _unix(timestamp: str | None) -> float:
+    return datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0

@@ -1,0 +1,230 @@
+"""Renders the status from what was seen and planned."""
+
+from datetime import UTC, datetime
+from typing import Final
+
+from rollout_operator.api import names
+from rollout_operator.api.conditions import (
+    Condition,
+    ConditionType,
+    Reason,
+    Truth,
+    settle,
+    shorten,
+)
+from rollout_operator.api.replica import Replica
+from rollout_operator.api.status import (
+    CommittedSource,
+    LastCommitted,
+    PodStatus,
+    ReplicaStatus,
+    UpdateSeconds,
+    WeightUpdate,
+)
+from rollout_operator.plan.actions import Plan, Verdict
+from rollout_operator.plan.diagnosis import READY_REASONS, current_state, diagnose, uncertain
+from rollout_operator.plan.document import wanted_version
+from rollout_operator.plan.observed import Ownership, PodSeen, Seen
+from rollout_pod.protocol import DATA_PORT, PodPhase, StateDocument, UpdatePhase, UpdateState
+
+_ON_THE_WAY: Final = {
+    UpdatePhase.STAGED: "Prefetching",
+    UpdatePhase.CANCELLING: "Transferring",
+    UpdatePhase.COMMITTING: "Transferring",
+}
+"""Steps of milliseconds are no news: each would be a write."""
+_OVER: Final = (UpdatePhase.COMMITTED, UpdatePhase.REJECTED)
+
+
+def render_status(replica: Replica, seen: Seen, plan: Plan, now: float) -> ReplicaStatus:
+    """Return the whole status; equal to the present one where there is nothing to tell."""
+    previous = replica.status
+    pod = seen.pod if seen.pod and seen.pod.owner is Ownership.OURS else None
+    if replica.deleting:
+        return previous.model_copy(update={"phase": "Terminating"})
+    if plan.verdict is None and uncertain(pod, seen.report):
+        return previous
+    state = current_state(pod, seen.report)
+    verdict = plan.verdict or diagnose(replica, seen)
+    ours = state if state is not None and state.owner == replica.uid else None
+    return ReplicaStatus(
+        observed_generation=replica.generation,
+        phase=_phase(pod, state, verdict),
+        conditions=_conditions(replica, pod, state, verdict, now),
+        weight_version=_everywhere(state),
+        last_committed=_last_committed(ours) or previous.last_committed,
+        weight_update=_update(ours.update if ours else None) or previous.weight_update,
+        endpoint=(
+            f"http://{names.service_name(replica.name)}.{replica.namespace}.svc:{DATA_PORT}"
+            if seen.services[0] and seen.services[0].owner is Ownership.OURS
+            else ""
+        ),
+        pods=() if pod is None else (_pod(pod, state, verdict),),
+    )
+
+
+def _phase(pod: PodSeen | None, state: StateDocument | None, verdict: Verdict) -> str:
+    if pod is not None and pod.deleting:
+        return "Draining"
+    if state is not None:
+        return state.phase.value
+    if verdict.reason is Reason.POD_UNREACHABLE:
+        return "Unknown"
+    if verdict.stalled:
+        return "Failed"
+    return "Loading" if pod is not None and pod.answering else "Pending"
+
+
+def _conditions(
+    replica: Replica,
+    pod: PodSeen | None,
+    state: StateDocument | None,
+    verdict: Verdict,
+    now: float,
+) -> tuple[Condition, ...]:
+    ready = verdict.reason in READY_REASONS
+    unknown = verdict.reason is Reason.POD_UNREACHABLE and pod is not None and pod.ready
+    working = not ready and not verdict.stalled
+    text = verdict.message
+    stamp = rfc3339(now)
+
+    def condition(kind: ConditionType, value: Truth, reason: Reason, message: str) -> Condition:
+        new = Condition(
+            type=kind,
+            status=value,
+            reason=reason,
+            message=shorten(message),
+            observed_generation=replica.generation,
+            last_transition_time=stamp,
+        )
+        return settle(new, replica.status.condition(kind))
+
+    return (
+        condition(
+            ConditionType.READY,
+            "True" if ready else "Unknown" if unknown else "False",
+            verdict.reason,
+            text,
+        ),
+        condition(
+            ConditionType.RECONCILING,
+            "True" if working else "False",
+            verdict.reason if working else Reason.SETTLED,
+            text if working else "",
+        ),
+        condition(
+            ConditionType.STALLED,
+            "True" if verdict.stalled else "False",
+            verdict.reason if verdict.stalled else Reason.NOT_STALLED,
+            text if verdict.stalled else "",
+        ),
+        condition(ConditionType.AVAILABLE, *_available(pod, state, verdict)),
+        condition(ConditionType.PAUSED, *_paused(replica, state)),
+        condition(ConditionType.WEIGHTS_READY, *_weights_ready(replica, state, verdict)),
+    )
+
+
+def _available(
+    pod: PodSeen | None, state: StateDocument | None, verdict: Verdict
+) -> tuple[Truth, Reason, str]:
+    if pod is not None and pod.ready and not pod.deleting:
+        if state is None:
+            # readiness means that an allowed version is served; kubelet says so
+            return "True", Reason.SERVING, "kubelet calls the pod ready"
+        if state.ready:
+            return "True", Reason.SERVING, f"holds {state.weight_version}"
+    return "False", Reason.NOT_SERVING, verdict.message
+
+
+def _paused(replica: Replica, state: StateDocument | None) -> tuple[Truth, Reason, str]:
+    if state is not None and state.phase is PodPhase.PAUSED:
+        return "True", Reason.PAUSED, "the gate is closed; no request is in the engine"
+    if replica.spec is not None and replica.spec.paused:
+        return "False", Reason.PAUSING, "spec.paused has yet to take effect"
+    return "False", Reason.NOT_PAUSED, ""
+
+
+def _weights_ready(
+    replica: Replica, state: StateDocument | None, verdict: Verdict
+) -> tuple[Truth, Reason, str]:
+    if state is None or replica.spec is None:
+        unknown = verdict.reason is Reason.POD_UNREACHABLE
+        return "Unknown" if unknown else "False", verdict.reason, verdict.message
+    target, held = wanted_version(replica.spec), _everywhere(state)
+    told = state.desired_version == target
+    if held == target and told:
+        return "True", Reason.COMMITTED, f"every rank holds {target}"
+    reason = verdict.reason if verdict.reason not in READY_REASONS else Reason.UPDATING
+    return "False", reason, verdict.message
+
+
+def _everywhere(state: StateDocument | None) -> str:
+    """Return the version that the head and every rank hold; empty where they differ."""
+    if state is None or state.weight_version is None:
+        return ""
+    if any(rank.weight_version != state.weight_version for rank in state.ranks):
+        return ""
+    return state.weight_version
+
+
+def _last_committed(state: StateDocument | None) -> LastCommitted | None:
+    if state is None or state.committed is None:
+        return None
+    ref = state.committed
+    source = CommittedSource(path=ref.source.path) if ref.source else None
+    return LastCommitted(version=ref.version, step=ref.step, source=source)
+
+
+def _update(update: UpdateState | None) -> WeightUpdate | None:
+    if update is None:
+        return None
+    over = update.phase in _OVER
+    took = update.seconds
+    return WeightUpdate(
+        target=update.target,
+        phase=_ON_THE_WAY.get(update.phase, update.phase.value),
+        attempt=update.attempt,
+        started_at=_stamp(update.started_at),
+        finished_at=_stamp(update.finished_at) if over else None,
+        paused_seconds=_round(took.paused) if over else None,
+        seconds=(
+            UpdateSeconds(
+                prefetch=_round(took.prefetch),
+                cancel=_round(took.cancel),
+                transfer=_round(took.transfer),
+                commit=_round(took.commit),
+            )
+            if over
+            else None
+        ),
+        bytes=update.bytes if over else None,
+        transport=update.transport,
+        mode=update.mode,
+        message=shorten(update.message),
+    )
+
+
+def _pod(pod: PodSeen, state: StateDocument | None, verdict: Verdict) -> PodStatus:
+    return PodStatus(
+        name=pod.name,
+        rank=0,
+        node=pod.node,
+        ready=pod.ready,
+        boot_id=state.boot_id if state else "",
+        phase=_phase(pod, state, verdict),
+        weight_version=state.weight_version or "" if state else "",
+        message="" if verdict.reason in READY_REASONS else shorten(verdict.message),
+    )
+
+
+def rfc3339(unix: float) -> str:
+    """Return a time as the API server writes it."""
+    return datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _stamp(unix: float | None) -> str | None:
+    return None if unix is None else rfc3339(unix)
+
+
+def _round(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)

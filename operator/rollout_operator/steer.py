@@ -1,0 +1,134 @@
+"""Tells pods what to become, and keeps listening to them."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from rollout_operator.api.replica import Replica
+from rollout_operator.control.pod_client import (
+    Fenced,
+    PodClient,
+    Refused,
+    Unauthorized,
+    Unreachable,
+)
+from rollout_operator.control.pod_watch import PodWatch
+from rollout_operator.memory import Memory, Told
+from rollout_operator.metrics import Metrics
+from rollout_operator.observe import Observer, token
+from rollout_operator.plan.actions import Plan
+from rollout_operator.plan.observed import PodSeen, Report
+from rollout_pod.protocol import DesiredDocument, StateDocument
+
+_FIRST_ANSWER_S: Final = 2.0
+_RETRY_S: Final = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steered:
+    """What came of it."""
+
+    replica: Replica | None
+    """Read afresh where the pod knew better; None if it is gone."""
+    again: bool = False
+    """What was learnt calls for another plan."""
+    retry: float | None = None
+
+
+class Steering:
+    """The way to the pods' admin ports."""
+
+    def __init__(self, pods: PodClient, observer: Observer, *, metrics: Metrics) -> None:
+        self._pods = pods
+        self._observer = observer
+        self._metrics = metrics
+
+    async def listen(
+        self, plan: Plan, pod: PodSeen | None, memory: Memory, wake: Callable[[], None]
+    ) -> None:
+        """Hold a long poll to the pod that the plan steers, and to no other."""
+        wanted = pod if plan.document is not None and pod is not None and pod.answering else None
+        current = memory.watch
+        if current and (wanted is None or (current.uid, current.ip) != (wanted.uid, wanted.ip)):
+            await memory.close()
+        if wanted is None or memory.watch is not None:
+            return
+        memory.watch = PodWatch(
+            self._pods,
+            uid=wanted.uid,
+            ip=wanted.ip,
+            token=lambda: token(memory),
+            wake=wake,
+            gauge=self._metrics.polls,
+        )
+        memory.watch.start()
+        if wanted.ready:
+            # after a restart of the operator: look before the status is touched
+            await memory.watch.first_answer(_FIRST_ANSWER_S)
+
+    async def steer(
+        self, replica: Replica, plan: Plan, pod: PodSeen | None, memory: Memory
+    ) -> Steered:
+        """Tell the pod its document unless it is known to have it."""
+        watch, document = memory.watch, plan.document
+        if pod is None or document is None or watch is None or memory.fenced_uid == pod.uid:
+            return Steered(replica=replica)
+        report = watch.report()
+        if report.unauthorized:
+            await self._observer.read_secret(replica, memory)
+        if _has(memory.told, pod, document, report):
+            obeyed = report.state is None or _obeys(report.state, document)
+            return Steered(replica=replica, retry=None if obeyed else _RETRY_S)
+        try:
+            state = await self._pods.put_desired(pod.ip, token(memory), document)
+        except Fenced as error:
+            return await self._fenced(replica, pod, memory, str(error))
+        except Refused as error:
+            boot = report.state.boot_id if report.state else ""
+            memory.told = _told(pod, boot, document, refused=str(error))
+            log.warning("document refused", replica=replica.name, pod=pod.name, error=str(error))
+            return Steered(replica=replica)
+        except Unauthorized:
+            memory.denied = True
+            await self._observer.read_secret(replica, memory)
+            return Steered(replica=replica, retry=_RETRY_S)
+        except Unreachable:
+            return Steered(replica=replica, retry=_RETRY_S)
+        memory.denied = False
+        watch.offer(state)
+        memory.told = _told(pod, state.boot_id, document)
+        return Steered(replica=replica)
+
+    async def _fenced(self, replica: Replica, pod: PodSeen, memory: Memory, error: str) -> Steered:
+        newest = await self._observer.replica((replica.namespace, replica.name), fresh=True)
+        if newest is not None and newest.same_as(replica):
+            log.warning("fenced", replica=replica.name, pod=pod.name, error=error)
+            memory.fenced_uid = pod.uid
+        return Steered(replica=newest, again=True)
+
+
+def _told(pod: PodSeen, boot_id: str, document: DesiredDocument, *, refused: str = "") -> Told:
+    return Told(
+        pod_uid=pod.uid, boot_id=boot_id, document=document, at=time.monotonic(), refused=refused
+    )
+
+
+def _has(told: Told | None, pod: PodSeen, document: DesiredDocument, report: Report) -> bool:
+    if told is None or (told.pod_uid, told.document) != (pod.uid, document):
+        return False
+    state = report.state
+    if state is None:
+        return True
+    if state.boot_id != told.boot_id:
+        return False
+    # one that took the document a moment ago may need another to act on it
+    return _obeys(state, document) or bool(told.refused) or time.monotonic() < told.at + _RETRY_S
+
+
+def _obeys(state: StateDocument, document: DesiredDocument) -> bool:
+    return (state.owner, state.generation) == (document.owner, document.generation)

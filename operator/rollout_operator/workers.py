@@ -1,0 +1,151 @@
+"""One asyncio task per replica: waits to be woken, runs a pass, backs off, never dies silently."""
+
+import asyncio
+import contextvars
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+import structlog
+
+from rollout_operator.apply.cache import Key
+from rollout_operator.apply.errors import KubeError
+from rollout_operator.memory import Memory
+from rollout_operator.metrics import Metrics
+from rollout_operator.reconcile import Next
+
+PASS_DEADLINE_S: Final = 60.0
+_BACKOFF_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
+
+log = structlog.get_logger(__name__)
+
+
+class Pass(Protocol):
+    """One pass over a replica (``Reconciler.reconcile``)."""
+
+    def __call__(
+        self, key: Key, memory: Memory, *, fresh: bool, wake: Callable[[], None]
+    ) -> Awaitable[Next | None]:
+        """Return when to look again; None ends the worker."""
+
+
+class _Worker:
+    """What is known of one task."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.woken = asyncio.Event()
+        self.fresh = False
+        self.due = 0.0
+        """Monotonic time by which its present pass must have ended or its next one begun."""
+        self.task: asyncio.Task[None] | None = None
+
+
+class Workers:
+    """All workers. Events that come during a pass make exactly one more pass."""
+
+    def __init__(self, run: Pass, *, metrics: Metrics) -> None:
+        self._run = run
+        self._metrics = metrics
+        self._workers: dict[Key, _Worker] = {}
+        self._stopping = False
+
+    def wake(self, key: Key, *, fresh: bool = False) -> None:
+        """Have a pass run soon; ``fresh``: without trust in the cache."""
+        if self._stopping:
+            return
+        worker = self._workers.get(key)
+        if worker is None:
+            worker = self._workers[key] = _Worker()
+            self._metrics.replicas.set(len(self._workers))
+            worker.due = time.monotonic() + PASS_DEADLINE_S
+            # an empty context: the watcher's own would pin the event's body for good
+            worker.task = asyncio.create_task(
+                self._work(key, worker), context=contextvars.Context()
+            )
+        worker.fresh |= fresh
+        worker.woken.set()
+
+    def knows(self, key: Key) -> bool:
+        """Tell whether the replica has a worker."""
+        return key in self._workers
+
+    def overdue(self) -> tuple[Key, float] | None:
+        """Return the replica that should have been looked at longest ago, with the seconds."""
+        now = time.monotonic()
+        late = [(now - worker.due, key) for key, worker in self._workers.items()]
+        seconds, key = max(late, default=(0.0, ("", "")))
+        return (key, seconds) if seconds > 0 else None
+
+    async def stop(self) -> None:
+        """End all workers at once. No pod is touched: the next operator goes on."""
+        self._stopping = True
+        tasks = [worker.task for worker in self._workers.values() if worker.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, key: Key, worker: _Worker) -> None:
+        failures = 0
+        try:
+            while True:
+                worker.woken.clear()
+                fresh, worker.fresh = worker.fresh, False
+                worker.due = time.monotonic() + PASS_DEADLINE_S
+                following, error = await self._pass(key, worker, fresh=fresh)
+                if error is None:
+                    failures = 0
+                    if following is None:
+                        if worker.woken.is_set():
+                            continue  # it came back meanwhile
+                        return
+                else:
+                    following = Next(delay=_backoff(failures, error))
+                    failures += 1
+                await _wait(worker, following)
+        finally:
+            # no await between the last look at woken and this: a later wake makes a new worker
+            if self._workers.get(key) is worker:
+                del self._workers[key]
+            self._metrics.replicas.set(len(self._workers))
+            await worker.memory.close()
+
+    async def _pass(
+        self, key: Key, worker: _Worker, *, fresh: bool
+    ) -> tuple[Next | None, Exception | None]:
+        def wake() -> None:
+            worker.woken.set()
+
+        started = time.monotonic()
+        outcome = "error"
+        try:
+            async with asyncio.timeout(PASS_DEADLINE_S):
+                following = await self._run(key, worker.memory, fresh=fresh, wake=wake)
+            outcome = "ok"
+        except KubeError as error:
+            log.warning("pass failed", namespace=key[0], replica=key[1], error=str(error))
+            return None, error
+        except Exception as error:
+            # a bug or a deadline in one replica must not stop the others
+            log.exception("pass failed", namespace=key[0], replica=key[1])
+            return None, error
+        finally:
+            self._metrics.reconciles.labels(outcome=outcome).inc()
+            self._metrics.reconcile_seconds.observe(time.monotonic() - started)
+        return following, None
+
+
+async def _wait(worker: _Worker, following: Next) -> None:
+    worker.due = time.monotonic() + following.delay + PASS_DEADLINE_S
+    try:
+        async with asyncio.timeout(following.delay):
+            await worker.woken.wait()
+    except TimeoutError:
+        worker.fresh |= following.fresh
+
+
+def _backoff(failures: int, error: Exception) -> float:
+    asked = error.retry_after if isinstance(error, KubeError) and error.retry_after else 0.0
+    usual = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+    return max(asked, usual) * random.uniform(0.8, 1.2)  # noqa: S311 - jitter

@@ -1,0 +1,318 @@
+"""What the operator does when something is lost, late, refused or not its own."""
+
+import pytest
+
+from tests.support.fake_apiserver import Fault, Json, Refused
+from tests.support.operator_kit import bench, running_status
+
+SOURCE = {"source": {"path": "/ckpt/{version}"}}
+
+
+async def test_a_restart_in_peace_writes_nothing():
+    async with bench() as b:
+        admin = await b.serving()
+        await b.stop()
+        start, documents = len(b.server.requests), list(admin.documents)
+        await b.start()
+        await b.quiet(1)
+        assert [str(r) for r in b.server.requests[start:] if r.write] == []
+        assert admin.documents == documents
+
+
+async def test_deleted_and_made_anew_while_the_operator_is_down():
+    async with bench() as b:
+        await b.serving()
+        await b.stop()
+        b.server.remove("rolloutreplicas", "qwen")
+        assert b.server.get("pods", "qwen-0")["metadata"]["deletionTimestamp"]
+        b.apply()
+        await b.start()
+        await b.ready("WaitingForPredecessor", "False")
+        b.server.remove("pods", "qwen-0")
+        pod = await b.until(lambda: b.server.get("pods", "qwen-0"))
+        replica = b.server.get("rolloutreplicas", "qwen")
+        assert pod["metadata"]["ownerReferences"][0]["uid"] == replica["metadata"]["uid"]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("method", ["GET", "POST", "PATCH"])
+async def test_an_api_server_in_trouble_is_tried_again(status: int, method: str):
+    async with bench() as b:
+        fault = Fault(lambda r: r.method == method, status, count=2, headers={"Retry-After": "1"})
+        b.server.faults.append(fault)
+        await b.serving()
+        assert fault.count == 0
+        assert b.server.writes().count("POST pods") <= 3
+        assert len([r for r in b.server.requests if str(r) == "PATCH services/qwen"]) <= 3
+
+
+async def test_lost_watch_events_heal():
+    async with bench(resync_seconds=2) as b:
+        admin = await b.serving()
+        b.server.muted = {"rolloutreplicas", "pods"}
+        b.patch(paused=True)
+        await b.until(lambda: admin.documents[-1].paused)
+        b.server.remove("pods", "qwen-0")
+        await b.until(lambda: b.server.get("pods", "qwen-0"), "a new pod")
+
+
+async def test_an_expired_watch_misses_nothing():
+    async with bench() as b:
+        admin = await b.serving()
+        b.server.muted = {"rolloutreplicas"}
+        b.patch(paused=True)
+        b.server.muted = set()
+        b.server.expire_watches()
+        await b.ready("Paused")
+        assert admin.documents[-1].paused
+
+
+async def test_a_fenced_pod_is_replaced():
+    async with bench() as b:
+        admin = await b.serving()
+        admin.fence = True
+        start = len(b.server.requests)
+        b.patch(paused=True)
+        await b.until(lambda: "DELETE pods/qwen-0" in b.server.writes(start))
+        asked = [str(r) for r in b.server.requests[start:]]
+        # the replica is read afresh before anything is destroyed
+        assert "GET rolloutreplicas/qwen" in asked[: asked.index("DELETE pods/qwen-0")]
+        await b.until(lambda: ("Normal", "Fenced") in b.server.events())
+        b.server.remove("pods", "qwen-0")
+        await b.run_pod()
+        await b.ready("Paused")
+        assert b.server.writes(start).count("DELETE pods/qwen-0") == 1
+
+
+async def test_an_operator_behind_the_times_reads_afresh_and_destroys_nothing():
+    async with bench() as b:
+        admin = await b.serving()
+        # another operator told the pod of a generation whose event we have not had
+        b.server.muted = {"rolloutreplicas"}
+        b.patch(paused=True)
+        admin.documents.append(admin.documents[-1].model_copy(update={"generation": 2}))
+        b.server.change("pods", "qwen-0", {"metadata": {"annotations": {"n": "1"}}})
+        await admin.become(owner=admin.documents[-1].owner, generation=2)
+        await b.until(lambda: admin.documents[-1].paused)
+        assert not [w for w in b.server.writes() if w.startswith("DELETE")]
+
+
+@pytest.mark.parametrize(
+    ("resource", "name"),
+    [
+        ("services", "qwen"),
+        ("services", "qwen-nodes"),
+        ("secrets", "qwen-admin"),
+        ("pods", "qwen-0"),
+    ],
+)
+async def test_a_foreign_object_is_reported_and_left_alone(resource: str, name: str):
+    async with bench() as b:
+        foreign = b.server.put(resource, {"metadata": {"name": name}, "spec": {"of": "another"}})
+        b.apply()
+        await b.ready("ForeignObject", "False")
+        await b.quiet()
+        assert b.condition("Stalled") == ("True", "ForeignObject")
+        ready = next(c for c in b.status()["conditions"] if c["type"] == "Ready")
+        assert name in ready["message"]
+        assert b.server.get(resource, name) == foreign
+        assert set(b.server.writes()) == {"PATCH rolloutreplicas/qwen/status"}
+
+
+async def test_a_bad_template_is_refused_with_the_servers_words_and_mended():
+    async with bench() as b:
+        b.server.admit = _no_typo
+        b.apply(template={"spec": {"nodeSelectr": {}}})
+        await b.ready("InvalidTemplate", "False")
+        assert b.condition("Stalled") == ("True", "InvalidTemplate")
+        ready = next(c for c in b.status()["conditions"] if c["type"] == "Ready")
+        assert 'unknown field "spec.nodeSelectr"' in ready["message"]
+        await b.quiet()
+        assert b.server.writes().count("POST pods") == 1
+        b.patch(template={"spec": {"nodeSelectr": None}})
+        await b.run_pod()
+        await b.ready("Serving")
+
+
+async def test_a_bad_template_does_not_cost_the_pod_that_works():
+    async with bench() as b:
+        admin = await b.serving()
+        b.server.admit = _no_typo
+        start = len(b.server.requests)
+        b.patch(template={"spec": {"nodeSelectr": {}}})
+        await b.ready("InvalidTemplate", "False")
+        assert b.condition("Available") == ("True", "Serving")
+        assert not [w for w in b.server.writes(start) if w.startswith("DELETE")]
+        # and it goes on to be steered
+        b.patch(paused=True)
+        await b.until(lambda: admin.documents[-1].paused)
+        await b.until(lambda: b.condition("Paused") == ("True", "Paused"))
+        b.patch(paused=False, template={"spec": None})
+        await b.ready("Serving")
+        assert not [w for w in b.server.writes(start) if w.startswith("DELETE")]
+
+
+async def test_a_template_of_the_wrong_shape_names_the_field():
+    async with bench() as b:
+        b.apply(template={"spec": {"containers": [{"image": "x"}]}})
+        await b.ready("InvalidTemplate", "False")
+        ready = next(c for c in b.status()["conditions"] if c["type"] == "Ready")
+        assert "spec.template.spec.containers[0].name" in ready["message"]
+
+
+async def test_a_spec_that_cannot_be_understood():
+    async with bench() as b:
+        b.apply(gpus="many")
+        await b.ready("InvalidSpec", "False")
+        ready = next(c for c in b.status()["conditions"] if c["type"] == "Ready")
+        assert ready["message"].startswith("spec.gpus: ")
+        assert set(b.server.writes()) == {"PATCH rolloutreplicas/qwen/status"}
+
+
+async def test_an_evicted_pod_is_replaced():
+    async with bench() as b:
+        await b.serving()
+        old = b.server.get("pods", "qwen-0")
+        gone = {"phase": "Failed", "reason": "Evicted", "message": "low on memory"}
+        aged = {"creationTimestamp": "2026-01-01T00:00:00Z"}
+        b.server.change("pods", "qwen-0", {"status": gone, "metadata": aged})
+        await b.until(lambda: b.server.get("pods", "qwen-0")["metadata"].get("deletionTimestamp"))
+        b.server.remove("pods", "qwen-0")
+        new = await b.until(lambda: b.server.get("pods", "qwen-0"))
+        assert new["metadata"]["uid"] != old["metadata"]["uid"]
+
+
+async def test_an_engine_that_does_not_start_stalls_and_recovers_with_the_spec():
+    async with bench() as b:
+        b.apply(model="/no/such")
+        await b.until(lambda: b.server.get("pods", "qwen-0"))
+        status = running_status("127.0.0.2", ready=False, restarts=1)
+        engine = status["containerStatuses"][0]
+        engine["state"] = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
+        message = "Traceback\nOSError: /no/such is not a folder\n"
+        engine["lastState"] = {"terminated": {"exitCode": 1, "message": message}}
+        b.server.change("pods", "qwen-0", {"status": status})
+        await b.ready("EngineFailed", "False")
+        assert b.condition("Stalled") == ("True", "EngineFailed")
+        ready = next(c for c in b.status()["conditions"] if c["type"] == "Ready")
+        assert "OSError: /no/such is not a folder" in ready["message"]
+        assert "Traceback" not in ready["message"]
+        b.patch(model="/models/base")
+        await b.until(lambda: b.server.get("pods", "qwen-0")["metadata"].get("deletionTimestamp"))
+        b.server.remove("pods", "qwen-0")
+        await b.run_pod()
+        await b.ready("Serving")
+        assert b.condition("Stalled") == ("False", "NotStalled")
+
+
+async def test_an_unreachable_pod_is_not_touched():
+    async with bench() as b:
+        b.apply()
+        await b.until(lambda: b.server.get("pods", "qwen-0"))
+        start = len(b.server.requests)
+        # kubelet calls it ready, nobody listens there
+        b.server.change("pods", "qwen-0", {"status": running_status("127.0.0.99")})
+        await b.until(lambda: b.condition("Ready") == ("Unknown", "PodUnreachable"), timeout=20)
+        assert set(b.server.writes(start)) <= {"PATCH rolloutreplicas/qwen/status"}
+        b.server.change("pods", "qwen-0", {"status": {"podIP": None}})
+        await b.run_pod()
+        await b.ready("Serving")
+
+
+async def test_a_token_that_changed_is_read_again():
+    async with bench() as b:
+        admin = await b.serving()
+        admin.token = "another"
+        b.patch(paused=True)
+        await b.ready("Unauthorized", "False")
+        assert b.condition("Available") == ("True", "Serving")
+        b.server.change("secrets", "qwen-admin", {"data": {"token": "YW5vdGhlcg=="}})
+        await b.ready("Paused")
+        assert not [w for w in b.server.writes() if w.startswith("DELETE")]
+
+
+async def test_a_deleted_service_comes_back():
+    async with bench() as b:
+        await b.serving()
+        b.server.remove("services", "qwen")
+        await b.until(lambda: b.server.get("services", "qwen"))
+
+
+async def test_a_service_that_somebody_changed_is_put_right():
+    async with bench() as b:
+        await b.serving()
+        b.server.change("services", "qwen", {"spec": {"selector": {"rollout.dev/role": "x"}}})
+        await b.until(
+            lambda: (
+                b.server.get("services", "qwen")["spec"]["selector"]["rollout.dev/role"] == "head"
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "deleted"),
+    [("exceeded quota: gpus", True), ('violates PodSecurity "restricted"', False)],
+)
+async def test_what_forbids_the_new_pod_decides_whether_the_old_one_goes(words: str, deleted: bool):
+    async with bench() as b:
+        await b.serving()
+
+        def forbid(body: Json) -> None:
+            raise Refused(403, "Forbidden", words)
+
+        b.server.admit = forbid
+        b.patch(model="other")
+        await b.ready("PodReplacing" if deleted else "PodForbidden", "False")
+        await b.quiet()
+        assert ("DELETE pods/qwen-0" in b.server.writes()) is deleted
+        if not deleted:
+            assert b.condition("Available") == ("True", "Serving")
+
+
+async def test_a_semantic_mistake_is_refused_likewise():
+    async with bench() as b:
+
+        def refuse(body: Json) -> None:
+            raise Refused(422, "Invalid", "spec.containers[1].image: Required value")
+
+        b.server.admit = refuse
+        b.apply(template={"spec": {"containers": [{"name": "extra"}]}})
+        await b.ready("InvalidTemplate", "False")
+
+
+async def test_a_pod_that_somebody_was_faster_to_make_is_seen():
+    async with bench() as b:
+        b.server.muted = {"pods"}
+
+        def interfere(body: Json) -> None:
+            b.server.admit = lambda _: None
+            b.server.put("pods", {"metadata": {"name": "qwen-0"}, "spec": {}})
+
+        b.server.admit = interfere
+        b.apply()
+        await b.ready("ForeignObject", "False")
+        assert b.server.writes().count("POST pods") == 1
+
+
+async def test_a_status_write_that_conflicts_is_tried_again():
+    async with bench() as b:
+        await b.serving()
+        conflict = Fault(lambda r: r.subresource == "status", 409)
+        b.server.faults.append(conflict)
+        b.patch(paused=True)
+        await b.ready("Paused")
+        assert conflict.count == 0
+
+
+async def test_one_replica_in_trouble_does_not_hold_up_another():
+    async with bench() as b:
+        b.server.faults.append(Fault(lambda r: "sick" in r.name, 500, count=10**6))
+        b.apply("sick")
+        b.apply()
+        await b.run_pod()
+        await b.ready("Serving")
+
+
+def _no_typo(body: Json) -> None:
+    if "nodeSelectr" in body["spec"]:
+        raise Refused(400, "BadRequest", 'strict decoding error: unknown field "spec.nodeSelectr"')
