@@ -134,7 +134,7 @@ def is_settled_on(version: str) -> Callable[[StateDocument], bool]:
 
     def done(state: StateDocument) -> bool:
         if state.rejected and state.rejected.version == version:
-            raise CtlError(f"{version} was rejected: {state.last_error}")
+            raise CtlError(f"{version} was rejected: {state.rejected_message}")
         return state.weight_version == version and state.phase in (
             PodPhase.SERVING,
             PodPhase.PAUSED,

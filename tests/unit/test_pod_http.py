@@ -299,8 +299,10 @@ async def test_ctl_leaves_an_operators_pod_alone(
 ) -> None:
     state = (await admin.get("/admin/v1/state")).content
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=state))
-    with Ctl("http://pod", "t", transport=transport) as ctl:
-        with pytest.raises(CtlError, match="patch its RolloutReplica"):
-            ctl.change(lambda d: d)
+    with (
+        Ctl("http://pod", "t", transport=transport) as ctl,
+        pytest.raises(CtlError, match="patch its RolloutReplica"),
+    ):
+        ctl.change(lambda d: d)
     with pytest.raises(CtlError, match="no pod runs from"):
         Ctl.of_run_dir(tmp_path / "nobody", "http://pod")

@@ -236,7 +236,7 @@ def test_next_step(desired: DesiredDocument | None, state: PodState, step: plan.
         (PodState(), PodPhase.LOADING, False),
         (UP, PodPhase.STALE, False),
         (SERVING, PodPhase.SERVING, True),
-        (replace(SERVING, gate_open=False, closed_for=CancelReason.PAUSED), PodPhase.SERVING, True),
+        (replace(SERVING, gate_open=False, closed_for=CancelReason.PAUSED), PodPhase.PAUSING, True),
         (
             replace(SERVING, gate_open=False, closed_for=CancelReason.PAUSED, idle=True),
             PodPhase.PAUSED,

@@ -195,11 +195,10 @@ def _engine(replica: Replica, spec: RolloutSpec, pod: PodSeen, state: StateDocum
 def _update_trouble(target: str, state: StateDocument) -> Verdict | None:
     update = state.update
     if state.rejected is not None and state.rejected.version == target:
-        text = update.message if update is not None and update.target == target else ""
+        text = state.rejected_message or "no reason given"
         return Verdict(
             reason=Reason.UPDATE_FAILED,
-            message=f"{target} was rejected: {text or state.last_error or 'no reason given'}. "
-            "Mend the source and set another weightVersion",
+            message=f"{target} was rejected: {text}. Mend the source and set another weightVersion",
             stalled=True,
         )
     if (

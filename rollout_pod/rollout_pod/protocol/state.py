@@ -8,7 +8,7 @@ from rollout_pod.protocol.desired import WeightsRef
 
 
 class PodPhase(StrEnum):
-    """Phases of a pod. Only ``SERVING`` hands requests to the engine (while its gate is open)."""
+    """Phases of a pod. Only ``SERVING`` hands requests to the engine."""
 
     LOADING = "Loading"
     """The engine is starting."""
@@ -16,6 +16,8 @@ class PodPhase(StrEnum):
     """The engine is up; no version is committed."""
     UPDATING = "Updating"
     """The gate is closed for an update (a prefetch shows only in ``update.phase``)."""
+    PAUSING = "Pausing"
+    """The gate is closed for a pause; requests in flight are being returned."""
     PAUSED = "Paused"
     """The engine holds no request, and every caller has its partial."""
     SERVING = "Serving"
@@ -127,6 +129,8 @@ class StateDocument(_Document):
     """The committed version with its source; None where there is none."""
     rejected: WeightsRef | None = None
     """The version that failed too often."""
+    rejected_message: str | None = None
+    """What it failed with last."""
     update: UpdateState | None = None
     ranks: tuple[RankState, ...] = ()
     last_error: str | None = None

@@ -6,7 +6,7 @@ decides what comes next, and none opens the gate in passing.
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -18,7 +18,7 @@ from rollout_pod.supervisor.board import Board
 from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.staging import Staging, update_news
 from rollout_pod.supervisor.state import BASE, EngineStatus, PodState
-from rollout_pod.supervisor.store import Record, Store
+from rollout_pod.supervisor.store import Store, record_of
 from rollout_pod.weights.agent_client import TransferError
 
 log = structlog.get_logger(__name__)
@@ -171,12 +171,15 @@ class Acts:
         """
         started = time.monotonic()
         await self.engine.publish_version(ref.version)
-        state = self.board.state
-        rejected = None if state.rejected == ref else state.rejected
-        failures = tuple((r, n) for r, n in state.load_failures if r != ref)
-        self.store.write_record(
-            Record(last_committed=ref, rejected=rejected, load_failures=failures)
+        state = replace(
+            self.board.state,
+            committed=ref,
+            last_committed=ref,
+            load_failures=tuple((r, n) for r, n in self.board.state.load_failures if r != ref),
         )
+        if state.rejected == ref:
+            state = replace(state, rejected=None, rejected_message=None)
+        self.store.write_record(record_of(state))
         self.gate.weights = ref
         update = state.update
         if update and update.target == ref.version and state.transferred:
@@ -188,27 +191,19 @@ class Acts:
                 finished_at=time.time(),
             )
             self.metrics.updated(update)
-        is_staged = state.stage is not None and state.stage.ref == ref
-        self.board.change(
-            committed=ref,
-            last_committed=ref,
-            rejected=rejected,
-            load_failures=failures,
-            update=update,
-            stage=None if is_staged else state.stage,
-        )
+        stage = state.stage
+        is_staged = stage is not None and stage.ref == ref
+        self.board.set(replace(state, update=update, stage=None if is_staged else stage))
         log.info("committed", version=ref.version)
-        if is_staged and state.stage:
-            await self.staging.keep(state.stage.session)
+        if stage is not None and is_staged:
+            await self.staging.keep(stage.session)
 
     def relabel(self, ref: WeightsRef) -> None:
         """The committed version got another step or source."""
-        state = self.board.state
-        self.store.write_record(
-            Record(last_committed=ref, rejected=state.rejected, load_failures=state.load_failures)
-        )
+        state = replace(self.board.state, committed=ref, last_committed=ref, loaded=ref)
+        self.store.write_record(record_of(state))
         self.gate.weights = ref
-        self.board.change(committed=ref, last_committed=ref, loaded=ref)
+        self.board.set(state)
 
     async def open_gate(self) -> None:
         """The engine first, then the gate: nobody is handed to an engine that does not run."""
@@ -257,39 +252,32 @@ class Acts:
         """
         desired = self.board.desired
         log.error("update failed", version=ref.version, error=message, untouched=bool(restore))
-        state = self.board.state.with_load_failure(ref)
-        failures = state.load_failures_of(ref)
-        is_last = desired is not None and failures >= desired.max_attempts
-        rejected = ref if is_last and desired and desired.weights == ref else state.rejected
-        self.store.write_record(
-            Record(
-                last_committed=state.last_committed,
-                rejected=rejected,
-                load_failures=state.load_failures,
-            )
-        )
         await self.staging.give_up()
-        self.board.set(self.board.state.with_load_failure(ref))
+        state = self.board.state.with_load_failure(ref)
+        is_rejected = (
+            desired is not None
+            and desired.weights == ref
+            and state.load_failures_of(ref) >= desired.max_attempts
+        )
         update = update_news(
             self.board,
-            phase=UpdatePhase.REJECTED if rejected == ref else UpdatePhase.FAILED,
+            phase=UpdatePhase.REJECTED if is_rejected else UpdatePhase.FAILED,
             message=message,
             finished_at=time.time(),
         )
         self.metrics.updated(update)
-        changes: dict[str, object] = {
-            "transferring": False,
-            "rejected": rejected,
-            "last_error": message,
-            "update": update,
-        }
+        state = replace(state, transferring=False, last_error=message, update=update)
+        if is_rejected:
+            state = replace(state, rejected=ref, rejected_message=message)
         if restore:
-            changes |= {
-                "loaded": restore.loaded,
-                "transferred": restore.transferred,
-                "caches_clear": restore.caches_clear,
-            }
+            state = replace(
+                state,
+                loaded=restore.loaded,
+                transferred=restore.transferred,
+                caches_clear=restore.caches_clear,
+            )
         else:
             self.gate.unpublish()
-            changes |= {"loaded": None, "poisoned": True, "committed": None}
-        self.board.change(**changes)
+            state = replace(state, loaded=None, poisoned=True, committed=None)
+        self.store.write_record(record_of(state))
+        self.board.set(state)

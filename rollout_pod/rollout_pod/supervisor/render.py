@@ -48,6 +48,7 @@ def render_state(
         unfinished=unfinished,
         committed=state.committed,
         rejected=state.rejected,
+        rejected_message=state.rejected_message,
         update=state.update,
         ranks=tuple(
             RankState(rank=rank, host=host, weight_version=version) for rank, host in state.ranks

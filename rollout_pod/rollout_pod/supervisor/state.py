@@ -74,6 +74,8 @@ class PodState:
     load_failures: tuple[tuple[WeightsRef, int], ...] = ()
     """(version, failures after the gate had closed) since ``weights`` last changed."""
     rejected: WeightsRef | None = None
+    rejected_message: str | None = None
+    """Why, as long as something is rejected."""
     draining: bool = False
     drained: bool = False
     update: UpdateState | None = None
@@ -146,5 +148,6 @@ def phase_of(state: PodState) -> PodPhase:
         return PodPhase.STALE
     if not state.gate_open and state.closed_for is CancelReason.UPDATING:
         return PodPhase.UPDATING
-    # paused is who holds no request any more: a pod whose cancel goes on is not there yet
-    return PodPhase.PAUSED if not state.gate_open and state.idle else PodPhase.SERVING
+    if state.gate_open:
+        return PodPhase.SERVING
+    return PodPhase.PAUSED if state.idle else PodPhase.PAUSING

@@ -8,6 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollout_pod.protocol import DesiredDocument, WeightsRef
+from rollout_pod.supervisor.state import PodState
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -19,7 +20,18 @@ class Record(BaseModel):
 
     last_committed: WeightsRef | None = None
     rejected: WeightsRef | None = None
+    rejected_message: str | None = None
     load_failures: tuple[tuple[WeightsRef, int], ...] = ()
+
+
+def record_of(state: PodState) -> Record:
+    """What of a state outlives the process."""
+    return Record(
+        last_committed=state.last_committed,
+        rejected=state.rejected,
+        rejected_message=state.rejected_message,
+        load_failures=state.load_failures,
+    )
 
 
 class Store:

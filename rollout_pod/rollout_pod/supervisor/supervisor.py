@@ -18,7 +18,7 @@ from rollout_pod.supervisor.plan import next_step
 from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.staging import Staging
 from rollout_pod.supervisor.state import EngineStatus, is_ready
-from rollout_pod.supervisor.store import Record, Store
+from rollout_pod.supervisor.store import Store, record_of
 
 log = structlog.get_logger(__name__)
 
@@ -69,6 +69,7 @@ class Supervisor:
         self.board.change(
             last_committed=record.last_committed,
             rejected=record.rejected,
+            rejected_message=record.rejected_message,
             load_failures=record.load_failures,
         )
         self._note_generation()
@@ -219,6 +220,5 @@ class Supervisor:
 
     def _forget_failures(self) -> None:
         """``weights`` changed: everything may be tried again."""
-        state = self.board.state
-        self.board.change(rejected=None, load_failures=(), stage_failures=())
-        self.store.write_record(Record(last_committed=state.last_committed))
+        self.board.change(rejected=None, rejected_message=None, load_failures=(), stage_failures=())
+        self.store.write_record(record_of(self.board.state))
