@@ -161,8 +161,8 @@ def test_what_it_writes(cluster: Cluster, replica: Replica) -> None:
     replica.until_condition("Ready", "True", "Paused")
     time.sleep(2)
     made = difference(before, writes(cluster))
-    assert made.pop("PATCH rolloutreplicas") <= 1 + 2, made  # one is ours
-    assert not made
+    assert made.pop("PATCH rolloutreplicas") == 1  # ours
+    assert sum(made.values()) <= 2, made
 
     replica.patch(paused=False)
     replica.serving("step-1")
@@ -172,8 +172,8 @@ def test_what_it_writes(cluster: Cluster, replica: Replica) -> None:
     replica.serving("step-2")
     time.sleep(2)
     made = difference(before, writes(cluster))
-    assert made.pop("PATCH rolloutreplicas") <= 1 + 4, made
-    assert not made
+    assert made.pop("PATCH rolloutreplicas") == 1
+    assert sum(made.values()) <= 4, made
 
 
 def test_the_operator_killed_in_the_middle_of_an_update(
@@ -267,6 +267,7 @@ async def test_a_bad_version_is_named_and_serving_goes_on(
         elif fault == "shape":
             tensors[name] = tensors[name][:-1].contiguous()
         save_file(tensors, file)
+        file.chmod(0o644)  # it writes 0600, and the pod is not root
         if fault == "truncated":
             os.truncate(file, file.stat().st_size - 8192)
     replica.patch(weightVersion=version)
