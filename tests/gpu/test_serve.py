@@ -1,0 +1,96 @@
+"""``rollout-pod serve`` on a GPU: cut and continued, updated through shared memory, agent killed.
+
+bfloat16, one request at a time: the kernels are then deterministic, so that an updated engine
+gives exactly the tokens of one that was started with the checkpoint.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.tiny_models import make
+from tests.support.process import ServeProcess, serve_process
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+
+ENGINE_ARGS = (
+    "--dtype=bfloat16",
+    "--max-model-len=2048",
+    "--enforce-eager",
+    "--gpu-memory-utilization=0.3",
+)
+PROMPT = list(range(10, 40))
+KINDS = ("dense", "moe")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert torch.cuda.is_available(), "this tier needs a GPU"
+    folder = tmp_path_factory.mktemp(request.param)
+    for seed, version in enumerate(("base", "step-1")):
+        make(folder / version, kind=request.param, seed=seed, hidden=512, dtype="bfloat16")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fresh_tokens(versions: Path) -> list[int]:
+    """What an engine gives that was started with step-1."""
+    with serve_process(versions / "step-1", engine_args=ENGINE_ARGS) as pod:
+        pod.start()
+        pod.serving("base")
+        return pod.generate(PROMPT, 64).token_ids
+
+
+@pytest.fixture(scope="module")
+def pod(versions: Path, fresh_tokens: list[int]) -> Iterator[ServeProcess]:
+    with serve_process(versions / "base", engine_args=ENGINE_ARGS) as pod:
+        pod.start()
+        pod.serving("base")
+        yield pod
+
+
+def test_cut_and_continued_is_uncut(pod: ServeProcess) -> None:
+    uncut = pod.generate(PROMPT, 400)
+    running = pod.begin(PROMPT, 1900)
+    while pod.metric("rollout_unfinished ") < 1:
+        time.sleep(0.005)
+    assert pod.cli("pause").returncode == 0
+    partial = running.result(10)
+    assert partial.is_cancel and partial.cancel_reason == "paused"
+    assert len(partial.token_ids) == len(partial.log_probs)
+    assert pod.cli("resume").returncode == 0
+    n = min(400, len(partial.token_ids))
+    assert partial.token_ids[:n] == uncut.token_ids[:n]
+
+
+def test_an_updated_engine_is_a_fresh_one(
+    pod: ServeProcess, versions: Path, fresh_tokens: list[int]
+) -> None:
+    before = pod.generate(PROMPT, 64).token_ids
+    assert before != fresh_tokens
+    done = pod.cli("update", "step-1", f"--path={versions / 'step-1'}")
+    assert done.returncode == 0, done.stderr
+    assert pod.generate(PROMPT, 64).token_ids == fresh_tokens
+    assert pod.cli("update", "base").returncode == 0
+    assert pod.generate(PROMPT, 64).token_ids == before
+
+
+def test_the_agent_killed_in_a_transfer(
+    pod: ServeProcess, versions: Path, fresh_tokens: list[int]
+) -> None:
+    agent = pod.child("rollout_pod", "weights")
+    source = {"version": "step-1", "source": {"path": str(versions / "step-1")}}
+    with pod.ctl() as ctl:
+        ctl.change(
+            lambda d: type(d).model_validate(
+                d.model_dump() | {"weights": source, "bucket_bytes": 4096}
+            )
+        )
+    pod.until(lambda s: bool(s.update and s.update.phase == "Transferring"), timeout_s=20)
+    agent.kill()
+    state = pod.serving("step-1", timeout_s=60)
+    assert state.update and state.update.attempt >= 2
+    assert pod.generate(PROMPT, 64).token_ids == fresh_tokens
