@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from rollout_pod.engine.base import Engine, EngineError, EngineOutput, EngineRequest
+from rollout_pod.engine.base import Engine, EngineError, EngineOutput, EngineRequest, OnDelta
 from rollout_pod.protocol import CancelReason, OnPause, WeightsRef
 
 _JOIN_S = 0.1
@@ -65,6 +65,7 @@ class Refused:
     """The gate was closed; the engine never saw the request."""
 
     generation: int
+    cancel_reason: CancelReason = CancelReason.REFUSED
 
 
 @dataclass
@@ -132,8 +133,12 @@ class Gate:
         on_pause: OnPause,
         timeout_s: float,
         gone: Callable[[], Coroutine[None, None, None]] | None = None,
+        on_admit: Callable[[Admission], None] | None = None,
+        on_delta: OnDelta | None = None,
     ) -> Finished | Refused:
         """Pass the gate and run the request that ``make(engine_id)`` gives to its final output.
+
+        ``on_admit`` is told when it passed, ``on_delta`` of its tokens as they come.
 
         ``gone`` returns when the caller has gone: its request is aborted in the engine, and
         nothing of it stays behind.
@@ -144,8 +149,7 @@ class Gate:
             DuplicateRequest: the id is alive, here or parked.
             GateStayedClosed: parked for longer than ``timeout_s``.
         """
-        if request_id in self._live or request_id in self._parked:
-            raise DuplicateRequest(request_id)
+        self.check_new(request_id)
         if not self._is_passable() and on_pause is OnPause.RETURN:
             return Refused(self.generation)
         watcher = asyncio.create_task(gone()) if gone else None
@@ -154,7 +158,13 @@ class Gate:
         try:
             while not self._is_passable():
                 await self._wait_for_change(deadline, watcher)
-            live = self._admit(request_id, make)  # STRICTLY in the turn of the check above
+                if request_id not in self._parked:  # by ``cancel_one``
+                    return Refused(self.generation, CancelReason.CANCELLED)
+            # STRICTLY in the turn of the check above
+            live = self._admit(request_id, make, on_delta)
+            self._parked.discard(request_id)
+            if on_admit:
+                on_admit(live.admission)
             return await self._finish(live, watcher)
         finally:
             # out of the registries before anything is awaited: ``cancel`` looks at them
@@ -167,6 +177,11 @@ class Gate:
     def check_ready(self) -> None:
         """Raise ``Draining`` or ``NotReady`` if nothing can be served, not even by waiting."""
         self._is_passable()
+
+    def check_new(self, request_id: str) -> None:
+        """Raise ``DuplicateRequest`` if a request of this id is alive, here or parked."""
+        if request_id in self._live or request_id in self._parked:
+            raise DuplicateRequest(request_id)
 
     def open(self, weights: WeightsRef, generation: int) -> None:
         """Let requests pass, and wake the parked ones."""
@@ -195,14 +210,20 @@ class Gate:
         self.is_draining = True
         self._wake()
 
-    async def cancel_one(self, request_id: str) -> bool:
-        """Cut one request; its caller gets the partial. False if it is not alive."""
+    async def cancel_one(self, request_id: str) -> Finished | Refused | None:
+        """Cut one request, parked or in the engine; its own caller is answered as well.
+
+        Returns what it had; None if no request of this id is alive.
+        """
+        if request_id in self._parked:
+            self._parked.discard(request_id)
+            self._wake()
+            return Refused(self.generation, CancelReason.CANCELLED)
         live = self._live.get(request_id)
         if live is None:
-            return False
-        live.cancel_reason = live.cancel_reason or CancelReason.CANCELLED
-        await self.engine.abort(live.engine_id)
-        return True
+            return None
+        await self._abandon(live)
+        return self._finished(live)
 
     async def cancel(self, *, timeout_s: float) -> CancelCounts:
         """Pause the engine, cut all that it holds, and return when every caller has its partial.
@@ -258,14 +279,16 @@ class Gate:
             raise NotReady
         return self.is_open
 
-    def _admit(self, request_id: str, make: Callable[[str], EngineRequest]) -> _Live:
+    def _admit(
+        self, request_id: str, make: Callable[[str], EngineRequest], on_delta: OnDelta | None
+    ) -> _Live:
         """Gate check, registration and hand-over, with no await between them."""
         if self.weights is None or not self.is_open:
             raise RuntimeError("admission behind a closed gate")
         self._serial += 1
         engine_id = f"{request_id}#{self._serial}"
         task = asyncio.get_running_loop().create_task(
-            self.engine.generate(make(engine_id)), name=f"generate {engine_id}"
+            self.engine.generate(make(engine_id), on_delta), name=f"generate {engine_id}"
         )
         live = _Live(engine_id, task, Admission(self.weights, self.generation))
         self._live[request_id] = live
@@ -285,14 +308,19 @@ class Gate:
             raise
         if not live.task.done():
             await self._abandon(live)
+        finished = self._finished(live)
+        if finished.cancel_reason:
+            self._tally.aborted += 1
+            self._tally.tokens += len(finished.output.token_ids)
+        else:
+            self._tally.finished += 1
+        return finished
+
+    def _finished(self, live: _Live) -> Finished:
         output = live.task.result()
         reason = None
         if output.finish_reason == "abort":
             reason = live.cancel_reason or CancelReason.CANCELLED
-            self._tally.aborted += 1
-            self._tally.tokens += len(output.token_ids)
-        else:
-            self._tally.finished += 1
         return Finished(output, live.admission, reason)
 
     async def _abandon(self, live: _Live) -> None:

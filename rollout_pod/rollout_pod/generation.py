@@ -4,17 +4,25 @@ What verl's ``generate_for_partial`` does, with the budget counted over all atte
 never changed in place, and ``is_cancel`` decided by the engine's finish reason.
 """
 
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from rollout_pod.engine.base import Engine, EngineOutput, EngineRequest, InvalidSamplingParams
-from rollout_pod.gate import Gate, Refused
+from rollout_pod.engine.base import (
+    Engine,
+    EngineOutput,
+    EngineRequest,
+    InvalidSamplingParams,
+    OnDelta,
+    TopLogProb,
+)
+from rollout_pod.gate import Admission, Finished, Gate, Refused
 from rollout_pod.protocol import (
     CancelReason,
     FinishReason,
     GenerateRequest,
     GenerateResponse,
+    TokenLogProb,
     WeightVersionSpan,
 )
 
@@ -61,6 +69,15 @@ def make_budget(request: GenerateRequest, *, max_model_len: int) -> Budget:
     return Budget(max(0, tokens), params)
 
 
+def tops_of(
+    tops: Sequence[Sequence[TopLogProb]] | None,
+) -> list[list[TokenLogProb]] | None:
+    """The engine's top log-probs, as a document."""
+    if tops is None:
+        return None
+    return [[TokenLogProb(**asdict(top)) for top in position] for position in tops]
+
+
 class Generation:
     """``POST /v1/rollout/generate`` without HTTP."""
 
@@ -68,6 +85,7 @@ class Generation:
         self._engine = engine
         self._gate = gate
         self._max_model_len = max_model_len
+        self._requests: dict[str, GenerateRequest] = {}
 
     async def generate(
         self,
@@ -75,6 +93,8 @@ class Generation:
         *,
         gone: Callable[[], Coroutine[None, None, None]] | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        on_admit: Callable[[Admission], None] | None = None,
+        on_delta: OnDelta | None = None,
     ) -> GenerateResponse:
         """Run one attempt. Raises what ``Gate.generate`` and ``make_budget`` raise, and the
         engine's errors.
@@ -96,16 +116,36 @@ class Generation:
                 trace_headers=trace_headers or {},
             )
 
-        outcome = await self._gate.generate(
-            request.request_id,
-            make,
-            on_pause=request.on_pause,
-            timeout_s=request.timeout_s,
-            gone=gone,
-        )
+        self._gate.check_new(request.request_id)
+        self._requests[request.request_id] = request
+        try:
+            outcome = await self._gate.generate(
+                request.request_id,
+                make,
+                on_pause=request.on_pause,
+                timeout_s=request.timeout_s,
+                gone=gone,
+                on_admit=on_admit,
+                on_delta=on_delta,
+            )
+        finally:
+            del self._requests[request.request_id]
+        return self._answer_of(request, outcome)
+
+    async def cancel(self, request_id: str) -> GenerateResponse | None:
+        """Cut one request and return its partial, as its own caller gets it; None if it is not
+        alive.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        outcome = await self._gate.cancel_one(request_id)
+        return self._answer_of(request, outcome) if outcome else None
+
+    def _answer_of(self, request: GenerateRequest, outcome: Finished | Refused) -> GenerateResponse:
         if isinstance(outcome, Refused):
             output = EngineOutput((), (), FinishReason.ABORT)
-            return self._answer(request, output, cancel_reason=CancelReason.REFUSED)
+            return self._answer(request, output, cancel_reason=outcome.cancel_reason)
         output, weights = outcome.output, outcome.admission.weights
         n = len(output.token_ids)
         if len(output.log_probs) != n:
@@ -142,4 +182,5 @@ class Generation:
             attempt=request.attempt,
             generation=self._gate.generation if generation is None else generation,
             num_cached_tokens=output.num_cached_tokens,
+            top_log_probs=tops_of(output.top_log_probs),
         )

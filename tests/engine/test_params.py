@@ -11,7 +11,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
 def build(raw, **how):
-    return params.build(raw, **({"max_tokens": 8, "vocab_size": 100, "has_tokenizer": True} | how))
+    return params.build(
+        raw,
+        **({"max_tokens": 8, "vocab_size": 100, "max_logprobs": 4, "has_tokenizer": True} | how),
+    )
 
 
 def test_what_is_set_whatever_was_asked():
@@ -34,7 +37,7 @@ def test_what_is_set_whatever_was_asked():
     made = build(raw)
     assert raw == before
     assert made is not build(raw)
-    assert (made.max_tokens, made.logprobs, made.detokenize) == (8, 0, False)
+    assert (made.max_tokens, made.logprobs, made.detokenize) == (8, 1, False)
     assert made.output_kind is RequestOutputKind.FINAL_ONLY
     assert (made.temperature, made.top_p, made.n) == (1.0, 1.0, 1)
     assert made.logit_bias == {3: 1.0}

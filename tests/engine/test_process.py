@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from examples.tiny_models import make
-from tests.support.engine_kit import checkpoint, prompts
+from tests.support.engine_kit import checkpoint, prompts, reference
 from tests.support.process import ServeProcess, serve_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -81,6 +81,56 @@ def test_pause_resume_update_from_the_command_line(
     assert pod.generate(asked[0], 60).token_ids == answer.token_ids
     assert pod.cli("update", "base").returncode == 0
     assert pod.is_greedy(base, asked[0], pod.generate(asked[0], 60))
+
+
+def test_streams(pod: ServeProcess, versions: Path) -> None:
+    assert pod.cli("update", "step-1").returncode == 0
+    prompt = prompts(1)[0]
+    whole = pod.generate(prompt, 200)
+    tokens: list[int] = []
+    deltas, end = 0, {}
+    with pod.stream(prompt, 200) as events:
+        for name, data in events:
+            if name == "delta":
+                deltas += 1
+                tokens += data["token_ids"]
+                assert len(data["token_ids"]) == len(data["log_probs"])
+                assert data["version"] == "step-1"
+            else:
+                end = {"event": name} | data
+    assert deltas > 1
+    assert tokens == whole.token_ids
+    assert (end["event"], end["num_tokens"], end["finish_reason"]) == ("end", 200, "length")
+
+    with pod.stream(prompt, LONG) as events:
+        assert next(events)[0] == "delta"
+    deadline = time.monotonic() + 10
+    while pod.metric("rollout_unfinished "):  # the reader has gone: so does its request
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pod.stream(prompt, LONG, request_id="cut-me") as events:
+        assert next(events)[0] == "delta"
+        assert pod.delete("cut-me").cancel_reason == "cancelled"
+        *_, (name, data) = events
+        assert (name, data["cancel_reason"]) == ("end", "cancelled")
+
+
+def test_top_log_probs(pod: ServeProcess, versions: Path) -> None:
+    assert pod.cli("update", "step-1").returncode == 0
+    prompt = prompts(1)[0]
+    sampling = {"temperature": 0.7, "seed": 3, "max_tokens": 30, "logprobs": 4}
+    answer = pod.generate(prompt, 30, sampling_params=sampling)
+    assert answer.top_log_probs is not None
+    logits = reference(versions / "step-1").logits(prompt, tuple(answer.token_ids)) / 0.7
+    expected = logits.log_softmax(-1)
+    for i, (token, value, top) in enumerate(
+        zip(answer.token_ids, answer.log_probs, answer.top_log_probs, strict=True)
+    ):
+        values, ids = expected[i].topk(4)
+        assert [t.rank for t in top] == [1, 2, 3, 4]
+        assert [t.token_id for t in top] == ids.tolist()
+        assert [t.log_prob for t in top] == pytest.approx(values.tolist(), abs=1e-3)
+        assert value == pytest.approx(expected[i, token].item(), abs=1e-3)
 
 
 @pytest.mark.parametrize("fault", ["missing", "extra", "shape", "truncated"])

@@ -14,10 +14,12 @@ from typing import Any
 
 from rollout_pod.engine.base import (
     EngineDeadError,
+    EngineDelta,
     EngineOutput,
     EngineRequest,
     EngineSettings,
     InvalidSamplingParams,
+    OnDelta,
     RankReport,
 )
 from rollout_pod.protocol import EngineInfo
@@ -86,7 +88,9 @@ class FakeEngine:
                 raise InvalidSamplingParams(name, "unknown sampling parameter")
         return max_tokens
 
-    async def generate(self, request: EngineRequest) -> EngineOutput:
+    async def generate(
+        self, request: EngineRequest, on_delta: OnDelta | None = None
+    ) -> EngineOutput:
         if request.engine_id in self._requests:
             raise AssertionError("an engine id was used twice")
         mine = self._requests[request.engine_id] = _Request()
@@ -103,6 +107,8 @@ class FakeEngine:
                 else:
                     version = self.cache_of = self.holds
                 mine.tokens.append(fake_token(version, [*request.prompt_token_ids, *mine.tokens]))
+                if on_delta:
+                    on_delta(EngineDelta((mine.tokens[-1],), (-0.5,)))
                 await asyncio.sleep(self.step_s)
             reason = "abort" if mine.aborted else "length"
             return EngineOutput(tuple(mine.tokens), (-0.5,) * len(mine.tokens), reason)

@@ -112,6 +112,38 @@ class ServeProcess:
         assert answer.status_code == 200, answer.text
         return GenerateResponse.model_validate_json(answer.content)
 
+    @contextmanager
+    def stream(
+        self, prompt: list[int], max_tokens: int, **more: object
+    ) -> Iterator[Iterator[tuple[str, dict[str, object]]]]:
+        """The events of a stream; leaving the block closes the connection."""
+        body = {
+            "request_id": f"s{time.monotonic_ns()}",
+            "prompt_token_ids": prompt,
+            "sampling_params": GREEDY | {"max_tokens": max_tokens},
+            "stream": True,
+            **more,
+        }
+
+        def events(answer: httpx.Response) -> Iterator[tuple[str, dict[str, object]]]:
+            name = ""
+            for line in answer.iter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line.startswith("data: "):
+                    yield name, json.loads(line.removeprefix("data: "))
+
+        with httpx.stream(
+            "POST", f"http://{self.data}/v1/rollout/generate", json=body, timeout=120
+        ) as answer:
+            assert answer.status_code == 200
+            yield events(answer)
+
+    def delete(self, request_id: str) -> GenerateResponse:
+        answer = httpx.delete(f"http://{self.data}/v1/rollout/requests/{request_id}", timeout=30)
+        assert answer.status_code == 200, answer.text
+        return GenerateResponse.model_validate_json(answer.content)
+
     def begin(self, prompt: list[int], max_tokens: int) -> Future[GenerateResponse]:
         return self._pool.submit(self.generate, prompt, max_tokens)
 

@@ -8,7 +8,7 @@ from rollout_pod.engine.base import InvalidSamplingParams
 
 def refuse(raw, *, has_tokenizer=True):
     with pytest.raises(InvalidSamplingParams) as caught:
-        params.build(raw, max_tokens=8, vocab_size=100, has_tokenizer=has_tokenizer)
+        params.build(raw, max_tokens=8, vocab_size=100, max_logprobs=4, has_tokenizer=has_tokenizer)
     return caught.value
 
 
@@ -25,6 +25,7 @@ def refuse(raw, *, has_tokenizer=True):
         ({"best_of": 2}, "best_of"),
         ({"logprobs": 5}, "logprobs"),
         ({"logprobs": "all"}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"detokenize": True}, "detokenize"),
         ({"temperature": float("nan")}, "temperature"),

@@ -5,7 +5,7 @@ function ``create(settings: EngineSettings) -> Engine``. Nothing outside ``rollo
 knows which engine runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +63,27 @@ class EngineRequest:
 
 
 @dataclass(frozen=True)
+class TopLogProb:
+    """One of the most likely tokens at a position."""
+
+    token_id: int
+    log_prob: float
+    rank: int
+    """1 is the most likely."""
+
+
+@dataclass(frozen=True)
+class EngineDelta:
+    """Tokens that were sampled since the last delta of a request."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    """Of the sampled tokens, under the distribution that was sampled; as long as ``token_ids``."""
+    top_log_probs: tuple[tuple[TopLogProb, ...], ...] | None = None
+    """By rank, where the parameters ask for them; as long as ``token_ids``."""
+
+
+@dataclass(frozen=True)
 class EngineOutput:
     """The one, final output of a request: also of an aborted one, with its partial tokens."""
 
@@ -73,6 +94,11 @@ class EngineOutput:
     """``stop``, ``length``, ``abort``, ``error`` or ``repetition``."""
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    top_log_probs: tuple[tuple[TopLogProb, ...], ...] | None = None
+    """By rank, where the parameters ask for them; as long as ``token_ids``."""
+
+
+OnDelta = Callable[[EngineDelta], None]
 
 
 @dataclass(frozen=True)
@@ -108,8 +134,12 @@ class Engine(Protocol):
             InvalidSamplingParams: unknown name or refused value.
         """
 
-    async def generate(self, request: EngineRequest) -> EngineOutput:
-        """Run one request to its final output. Cancelling this coroutine loses the partial."""
+    async def generate(
+        self, request: EngineRequest, on_delta: OnDelta | None = None
+    ) -> EngineOutput:
+        """Run one request to its final output, which holds all of its tokens also where
+        ``on_delta`` is told of them as they come. Cancelling this coroutine loses the partial.
+        """
 
     async def abort(self, engine_id: str) -> None:
         """Make ``generate`` of this request return its partial. Unknown ids are ignored."""

@@ -29,6 +29,7 @@ ALLOWED = frozenset(
         "logit_bias",
         "allowed_token_ids",
         "bad_words",
+        "logprobs",
     }
 )
 """Passed on to vLLM."""
@@ -37,10 +38,6 @@ _SET_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_tokens": ((), ""),
     "n": ((None, 1), "one sequence a request; send the request n times"),
     "best_of": ((None, 1), "one sequence a request"),
-    "logprobs": (
-        (None, False, True, 0, 1),
-        "the log-prob of each sampled token is always returned, and no others",
-    ),
     "prompt_logprobs": ((None, False), "log-probs of the prompt are not supported"),
     "detokenize": ((None, False), "answers carry token ids, no text"),
     "skip_special_tokens": ((None, False, True), ""),
@@ -54,22 +51,29 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def build(
-    raw: Mapping[str, Any], *, max_tokens: int, vocab_size: int, has_tokenizer: bool
+    raw: Mapping[str, Any],
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    max_logprobs: int,
+    has_tokenizer: bool,
 ) -> object:
     """Make vLLM's ``SamplingParams`` for one request.
+
+    ``logprobs: k`` asks for the k most likely tokens at each position, beside the sampled one,
+    whose log-prob is always returned; True is 1.
 
     Raises:
         InvalidSamplingParams: names the field.
     """
     values = _select(raw)
     _check_values(values, vocab_size=vocab_size, has_tokenizer=has_tokenizer)
+    values["logprobs"] = _top_of(values.get("logprobs"), max_logprobs)
 
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     values["max_tokens"] = max_tokens
-    # The sampled token's own, no others.
-    values["logprobs"] = 0
     values["detokenize"] = bool(values.get("stop"))
     try:
         # convert, since the class' own constructor checks no types
@@ -78,6 +82,28 @@ def build(
         raise InvalidSamplingParams(_field_of(error, values), str(error)) from error
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
+
+
+def for_output(params: Any, *, streams: bool) -> tuple[Any, int]:
+    """The parameters for a request that streams or does not, and how many top log-probs it has."""
+    if streams:
+        from vllm.sampling_params import RequestOutputKind
+
+        params = params.clone()  # the caller's own may serve another attempt
+        params.output_kind = RequestOutputKind.DELTA
+    return params, params.logprobs or 0
+
+
+def _top_of(wanted: Any, max_logprobs: int) -> int:
+    if isinstance(wanted, bool) or wanted is None:
+        return int(bool(wanted))
+    if not isinstance(wanted, int) or wanted < 0 or 0 <= max_logprobs < wanted:
+        raise InvalidSamplingParams(
+            "logprobs",
+            f"logprobs must be an integer from 0 to {max_logprobs} (--max-logprobs), "
+            f"got {wanted!r}",
+        )
+    return wanted
 
 
 def _select(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,16 +16,18 @@ from typing import Any
 from rollout_pod.engine import arguments, params, processes
 from rollout_pod.engine.base import (
     EngineDeadError,
+    EngineDelta,
     EngineError,
     EngineOutput,
     EngineRequest,
     EngineSettings,
     EngineStartError,
+    OnDelta,
     RankReport,
 )
 from rollout_pod.engine.lifeline import Lifeline, words_of
 from rollout_pod.engine.output_tail import OutputTail
-from rollout_pod.engine.outputs import output_of
+from rollout_pod.engine.outputs import delta_of, output_of
 from rollout_pod.protocol import EngineInfo
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class VllmEngine:
         self._started = False
         self._world = 0
         self._vocab_size = 0
+        self._max_logprobs = 0
         self._has_tokenizer = False
         self._takes_session = False
         # The tests that show what the CPU repairs are for switch them off; nobody else should.
@@ -113,6 +116,7 @@ class VllmEngine:
                 "engineArgs: --data-parallel-size above 1 needs vLLM 0.32 or newer"
             )
         self._vocab_size = model.get_vocab_size()
+        self._max_logprobs = model.max_logprobs
         self._has_tokenizer = not model.skip_tokenizer_init
         self._takes_session = "session_id" in inspect.signature(llm.generate).parameters
         return EngineInfo(
@@ -181,10 +185,13 @@ class VllmEngine:
             raw,
             max_tokens=max_tokens,
             vocab_size=self._vocab_size,
+            max_logprobs=self._max_logprobs,
             has_tokenizer=self._has_tokenizer,
         )
 
-    async def generate(self, request: EngineRequest) -> EngineOutput:
+    async def generate(
+        self, request: EngineRequest, on_delta: OnDelta | None = None
+    ) -> EngineOutput:
         """See ``Engine``.
 
         Raises:
@@ -204,23 +211,32 @@ class VllmEngine:
             rendered["cache_salt"] = request.cache_salt
         optional = {"session_id": request.session_id} if self._takes_session else {}
         final = None
+        deltas: list[EngineDelta] = []
+        asked, top = params.for_output(request.params, streams=on_delta is not None)
         try:
             async for output in llm.generate(
                 rendered,
-                request.params,
+                asked,
                 request.engine_id,
                 priority=request.priority,
                 trace_headers=request.trace_headers or None,
                 **optional,
             ):
                 final = output
+                if output.outputs:
+                    delta = delta_of(output, top=top)
+                    deltas.append(delta)
+                    if on_delta is not None and delta.token_ids:
+                        on_delta(delta)
+        except EngineError:
+            raise
         except VllmDeadError as error:
             raise EngineDeadError(await self._lifeline.last_words()) from error
         except Exception as error:
             raise EngineError(words_of(error)) from error
         if final is None or not final.finished or not final.outputs:
             raise EngineError("the engine ended the request without a final output")
-        return output_of(final)
+        return output_of(final, deltas)
 
     async def abort(self, engine_id: str) -> None:
         """See ``Engine``."""

@@ -14,9 +14,12 @@ from rollout_pod.protocol.desired import (
 from rollout_pod.protocol.generate import (
     CancelReason,
     FinishReason,
+    GenerateDelta,
+    GenerateEnd,
     GenerateRequest,
     GenerateResponse,
     OnPause,
+    TokenLogProb,
     WeightVersionSpan,
 )
 from rollout_pod.protocol.problem import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
@@ -52,6 +55,8 @@ __all__ = [
     "EngineInfo",
     "FinishReason",
     "GateState",
+    "GenerateDelta",
+    "GenerateEnd",
     "GenerateRequest",
     "GenerateResponse",
     "Interruption",
@@ -61,6 +66,7 @@ __all__ = [
     "ProblemCode",
     "RankState",
     "StateDocument",
+    "TokenLogProb",
     "UpdatePhase",
     "UpdateSeconds",
     "UpdateState",

@@ -58,6 +58,8 @@ class GenerateRequest(BaseModel):
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    stream: bool = False
+    """Answer by server-sent events: ``delta`` events, then one ``end`` (or ``error``)."""
     on_pause: OnPause = OnPause.RETURN
     timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """How long a parked request waits for the gate."""
@@ -72,6 +74,16 @@ class WeightVersionSpan(BaseModel):
     step: int | None
     start: int
     end: int
+
+
+class TokenLogProb(BaseModel):
+    """One of the most likely tokens at a position; ``rank`` 1 is the most likely."""
+
+    model_config = ConfigDict(frozen=True)
+
+    token_id: int
+    log_prob: float
+    rank: int
 
 
 class GenerateResponse(BaseModel):
@@ -92,4 +104,37 @@ class GenerateResponse(BaseModel):
     attempt: int
     generation: int
     """Of the desired document that was in force when the request was admitted."""
+    num_cached_tokens: int
+    top_log_probs: list[list[TokenLogProb]] | None = None
+    """The k most likely tokens at each position, where ``logprobs: k`` asks for them."""
+
+
+class GenerateDelta(BaseModel):
+    """Event ``delta`` of a stream: tokens that were sampled since the last one."""
+
+    model_config = ConfigDict(frozen=True)
+
+    token_ids: list[int]
+    log_probs: list[float]
+    version: str
+    """The weight version that sampled them."""
+    step: int | None
+    top_log_probs: list[list[TokenLogProb]] | None = None
+
+
+class GenerateEnd(BaseModel):
+    """Event ``end``, the last one of a stream, also of a cut one: an answer without its tokens."""
+
+    model_config = ConfigDict(frozen=True)
+
+    request_id: str
+    num_tokens: int
+    """The deltas of this stream held so many."""
+    is_cancel: bool
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    cancel_reason: CancelReason | None
+    weight_versions: list[WeightVersionSpan]
+    attempt: int
+    generation: int
     num_cached_tokens: int

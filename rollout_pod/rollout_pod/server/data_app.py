@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.requests import ClientDisconnect
 
@@ -10,7 +10,8 @@ from rollout_pod import __version__
 from rollout_pod.generation import Generation
 from rollout_pod.protocol import GenerateRequest, GenerateResponse, ProblemCode
 from rollout_pod.server.body_limit import BodyLimit
-from rollout_pod.server.problems import install_problems, problem_response
+from rollout_pod.server.problems import install_problems, problem_of, problem_response
+from rollout_pod.server.streaming import Stream, Streams
 from rollout_pod.supervisor.supervisor import Supervisor
 
 BODY_LIMIT = 64 << 20
@@ -30,35 +31,53 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         info = supervisor.board.state.info
         return info.max_model_len if info else 0
 
+    streams = Streams()
     generation = Generation(supervisor.engine, supervisor.gate, max_model_len=max_model_len)
 
-    @app.post("/v1/rollout/generate")
-    async def generate(body: GenerateRequest, request: Request) -> GenerateResponse:
-        """Generate until the rollout ends or is cut; a cut one returns its partial."""
-
-        async def gone() -> None:
+    async def run(
+        body: GenerateRequest, request: Request, stream: Stream | None = None
+    ) -> GenerateResponse:
+        async def disconnected() -> None:
             with suppress(ClientDisconnect):
                 while (await request.receive())["type"] != "http.disconnect":
                     pass
 
+        headers = request.headers
         try:
             answer = await generation.generate(
                 body,
-                gone=gone,
-                trace_headers={
-                    name: value
-                    for name in _TRACE_HEADERS
-                    if (value := request.headers.get(name)) is not None
-                },
+                gone=stream.gone if stream else disconnected,
+                trace_headers={n: v for n in _TRACE_HEADERS if (v := headers.get(n)) is not None},
+                on_admit=stream.on_admit if stream else None,
+                on_delta=stream.on_delta if stream else None,
             )
         except Exception as error:
-            metrics.answered(type(error).__name__)
+            metrics.answered(problem_of(error).code)
             raise
         metrics.answered(
             answer.cancel_reason or answer.finish_reason,
             tokens=len(answer.token_ids),
             cut=answer.is_cancel,
         )
+        return answer
+
+    @app.post("/v1/rollout/generate", response_model=GenerateResponse)
+    async def generate(body: GenerateRequest, request: Request) -> GenerateResponse | Response:
+        """Generate until the rollout ends or is cut; a cut one returns its partial.
+
+        With ``stream: true`` the answer is ``text/event-stream``: ``delta`` events, then one
+        ``end`` (or ``error``).
+        """
+        if body.stream:
+            return await streams.respond(lambda stream: run(body, request, stream))
+        return await run(body, request)
+
+    @app.delete("/v1/rollout/requests/{request_id}")
+    async def cancel(request_id: str) -> GenerateResponse:
+        """Cut one request. Its own caller gets the same partial; 404 if it is not alive."""
+        answer = await generation.cancel(request_id)
+        if answer is None:
+            raise HTTPException(404, "no request of this id is alive")
         return answer
 
     @app.get("/startupz")

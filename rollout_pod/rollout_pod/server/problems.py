@@ -30,18 +30,23 @@ def problem_response(
     errors: list[FieldError] | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """One problem as an answer; 503 carries ``Retry-After``."""
+    """One problem as an answer, from its parts."""
     body = Problem(title=title, status=status, code=code, detail=detail, errors=errors or [])
-    retry = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
+    return respond(body, headers=headers)
+
+
+def respond(problem: Problem, *, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """A problem as an answer; 503 carries ``Retry-After``."""
+    retry = {"Retry-After": str(RETRY_AFTER_S)} if problem.status == 503 else {}
     return JSONResponse(
-        body.model_dump(mode="json"),
-        status_code=status,
+        problem.model_dump(mode="json"),
+        status_code=problem.status,
         media_type=PROBLEM_MEDIA_TYPE,
         headers={**retry, **(headers or {})},
     )
 
 
-_KNOWN: Mapping[type[Exception], tuple[int, ProblemCode, str, str]] = {
+_KNOWN: Mapping[type, tuple[int, ProblemCode, str, str]] = {
     NotReady: (503, ProblemCode.NOT_READY, "Not ready", "no weight version is committed yet"),
     Draining: (503, ProblemCode.DRAINING, "Draining", "this pod ends: ask another one"),
     GateStayedClosed: (
@@ -58,6 +63,27 @@ _KNOWN: Mapping[type[Exception], tuple[int, ProblemCode, str, str]] = {
     EngineDeadError: (503, ProblemCode.NOT_READY, "Engine dead", "the engine is dead; it restarts"),
 }  # fmt: skip
 
+
+def problem_of(error: BaseException) -> Problem:
+    """What a caller is told of an exception of the pod's own."""
+    if isinstance(error, InvalidSamplingParams):
+        field = f"sampling_params.{error.field}" if error.field else "sampling_params"
+        return Problem(
+            title="Invalid sampling parameters",
+            status=422,
+            code=ProblemCode.INVALID_SAMPLING_PARAMS,
+            detail=f"{field}: {error}",
+            errors=[FieldError(field=field, message=str(error))],
+        )
+    for kind in type(error).__mro__:
+        if kind in _KNOWN:
+            status, code, title, detail = _KNOWN[kind]
+            return Problem(title=title, status=status, code=code, detail=detail or str(error))
+    return Problem(
+        title="Internal error", status=500, code=ProblemCode.INTERNAL, detail=type(error).__name__
+    )
+
+
 _HTTP_CODES = {
     400: ProblemCode.INVALID_JSON,
     401: ProblemCode.UNAUTHORIZED,
@@ -71,18 +97,7 @@ def install_problems(app: FastAPI) -> None:
     """Turn every exception that a handler may raise into a problem."""
 
     async def known(_: Request, error: Exception) -> JSONResponse:
-        status, code, title, detail = next(
-            _KNOWN[kind] for kind in type(error).__mro__ if kind in _KNOWN
-        )
-        return problem_response(status, code, title, detail or str(error))
-
-    async def sampling(_: Request, error: Exception) -> JSONResponse:
-        name = error.field if isinstance(error, InvalidSamplingParams) else None
-        field = f"sampling_params.{name}" if name else "sampling_params"
-        return problem_response(
-            422, ProblemCode.INVALID_SAMPLING_PARAMS, "Invalid sampling parameters",
-            f"{field}: {error}", errors=[FieldError(field=field, message=str(error))],
-        )  # fmt: skip
+        return respond(problem_of(error))
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
         errors = list(error.errors()) if isinstance(error, RequestValidationError) else []
@@ -109,11 +124,10 @@ def install_problems(app: FastAPI) -> None:
 
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         log.error("unexpected error", path=request.url.path, error=repr(error))
-        return problem_response(500, ProblemCode.INTERNAL, "Internal error", type(error).__name__)
+        return respond(problem_of(error))
 
-    for kind in _KNOWN:
+    for kind in (*_KNOWN, InvalidSamplingParams):
         app.add_exception_handler(kind, known)
-    app.add_exception_handler(InvalidSamplingParams, sampling)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, unexpected)

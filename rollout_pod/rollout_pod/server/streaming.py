@@ -1,0 +1,133 @@
+"""A rollout as server-sent events: tokens as they come, then how it ended, always.
+
+A reader that has gone, or whose socket takes nothing for ``SEND_TIMEOUT_S``, is cut: its request
+is aborted in the engine, and it has what it received.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+
+from rollout_pod.engine.base import EngineDelta
+from rollout_pod.gate import Admission
+from rollout_pod.generation import tops_of
+from rollout_pod.protocol import GenerateDelta, GenerateEnd, GenerateResponse
+from rollout_pod.server.problems import problem_of
+
+HEARTBEAT_S: Final = 10
+SEND_TIMEOUT_S: Final = 30.0
+
+Generate = Callable[["Stream"], Awaitable[GenerateResponse]]
+
+
+@dataclass
+class Stream:
+    """One rollout between the engine, which writes, and a reader."""
+
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the reader has gone."""
+    _admission: Admission | None = None
+    _admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: list[EngineDelta] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_admit(self, admission: Admission) -> None:
+        """It passed the gate."""
+        self._admission = admission
+        self._admitted.set()
+
+    def on_delta(self, delta: EngineDelta) -> None:
+        """Tokens came. What the reader has not taken yet goes out as one event."""
+        self._waiting.append(delta)
+        self._news.set()
+
+    async def gone(self) -> None:
+        """Return when the reader has gone."""
+        await self.cut.wait()
+
+    def take(self) -> GenerateDelta | None:
+        """What came since the last call."""
+        deltas, self._waiting = self._waiting, []
+        if not deltas or self._admission is None:
+            return None
+        tops = [top for d in deltas if d.top_log_probs is not None for top in d.top_log_probs]
+        weights = self._admission.weights
+        return GenerateDelta(
+            token_ids=[token for d in deltas for token in d.token_ids],
+            log_probs=[value for d in deltas for value in d.log_probs],
+            version=weights.version,
+            step=weights.step,
+            top_log_probs=tops_of(tops) if tops else None,
+        )
+
+    async def begin(self, task: asyncio.Task[GenerateResponse]) -> None:
+        """Wait until it passed the gate or ended; raises if it failed before, so that the reader
+        gets a plain HTTP error.
+        """
+        admitted = asyncio.create_task(self._admitted.wait())
+        try:
+            await asyncio.wait({task, admitted}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.cut.set()
+            raise
+        finally:
+            admitted.cancel()
+            await asyncio.gather(admitted, return_exceptions=True)
+        if task.done() and not self._admitted.is_set():
+            task.result()
+
+    async def events(self, task: asyncio.Task[GenerateResponse]) -> AsyncIterator[ServerSentEvent]:
+        """All events. Closing this iterator cuts the rollout."""
+        task.add_done_callback(lambda _: self._news.set())
+        count = 0
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                is_last = task.done()
+                delta = self.take()
+                if delta is not None:
+                    count += len(delta.token_ids)
+                    yield ServerSentEvent(delta.model_dump_json(exclude_none=True), event="delta")
+                if is_last:
+                    break
+            yield _last(task, count)
+        finally:
+            self.cut.set()
+
+
+def _last(task: asyncio.Task[GenerateResponse], count: int) -> ServerSentEvent:
+    error = task.exception()
+    if error is not None:
+        return ServerSentEvent(problem_of(error).model_dump_json(), event="error")
+    answer = task.result()
+    if len(answer.token_ids) != count:
+        raise AssertionError(f"{count} tokens were streamed of {len(answer.token_ids)}")
+    fields = answer.model_dump(exclude={"token_ids", "log_probs", "top_log_probs"})
+    return ServerSentEvent(GenerateEnd(**fields, num_tokens=count).model_dump_json(), event="end")
+
+
+class Streams:
+    """Owns the rollouts that are being streamed: each ends by itself or is cut, none is lost."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[GenerateResponse]] = set()
+
+    async def respond(self, generate: Generate) -> EventSourceResponse:
+        """Begin a rollout and answer with its events."""
+        stream = Stream()
+        task = asyncio.ensure_future(generate(stream))
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        await stream.begin(task)
+        return EventSourceResponse(
+            stream.events(task), ping=HEARTBEAT_S, send_timeout=SEND_TIMEOUT_S
+        )
+
+    def _end(self, task: asyncio.Task[GenerateResponse]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: the reader may have gone before

@@ -1,0 +1,151 @@
+"""Streams and single cancels on the fakes: what a reader received is what the engine gave."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollout_pod.protocol import GenerateRequest, GenerateResponse
+from rollout_pod.server.data_app import make_data_app
+from rollout_pod.server.streaming import Stream
+from tests.support.fakes import fake_tokens
+from tests.support.pods import Pod, ref, running_pod
+
+BODY = {"request_id": "r", "prompt_token_ids": [1, 2], "sampling_params": {"max_tokens": 40}}
+LONG = BODY | {"sampling_params": {"max_tokens": 3000}}
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+    async with running_pod(tmp_path) as pod:
+        pod.want(ref("step-1", step=1))
+        await pod.serving("step-1")
+        yield pod
+
+
+@pytest.fixture
+async def data(pod: Pod) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_data_app(pod.supervisor), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://pod") as client:
+        yield client
+
+
+def events(text: str) -> list[tuple[str, dict]]:
+    found = []
+    for block in text.replace("\r\n", "\n").strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        if fields:
+            found.append((fields["event"], json.loads(fields["data"])))
+    return found
+
+
+def tokens_of(found: list[tuple[str, dict]]) -> list[int]:
+    return [token for name, data in found if name == "delta" for token in data["token_ids"]]
+
+
+async def running(pod: Pod, n: int = 1) -> None:
+    while pod.engine.running < n:
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_stream_is_the_answer_in_pieces(data: httpx.AsyncClient) -> None:
+    whole = (await data.post("/v1/rollout/generate", json=BODY)).json()
+    answer = await data.post("/v1/rollout/generate", json=BODY | {"stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = events(answer.text)
+    assert [name for name, _ in found][-1] == "end"
+    assert {name for name, _ in found[:-1]} == {"delta"}
+    assert tokens_of(found) == whole["token_ids"] == fake_tokens("step-1", [1, 2], 40)
+    assert all((d["version"], d["step"]) == ("step-1", 1) for name, d in found if name == "delta")
+    end = found[-1][1]
+    assert end.pop("num_tokens") == 40
+    assert end == {k: v for k, v in whole.items() if k in end}
+
+
+async def test_a_cut_stream_ends_too(data: httpx.AsyncClient, pod: Pod) -> None:
+    task = asyncio.create_task(data.post("/v1/rollout/generate", json=LONG | {"stream": True}))
+    await running(pod)
+    pod.want(ref("step-1", step=1), paused=True)
+    found = events((await task).text)
+    name, end = found[-1]
+    assert (name, end["is_cancel"], end["cancel_reason"]) == ("end", True, "paused")
+    assert 0 < end["num_tokens"] == len(tokens_of(found)) < 3000
+    refused = events((await data.post("/v1/rollout/generate", json=BODY | {"stream": True})).text)
+    assert [(n, d["cancel_reason"]) for n, d in refused] == [("end", "refused")]
+
+
+async def test_what_fails_before_the_first_token_is_a_plain_error(
+    data: httpx.AsyncClient, pod: Pod
+) -> None:
+    task = asyncio.create_task(data.post("/v1/rollout/generate", json=LONG))
+    await running(pod)
+    answer = await data.post("/v1/rollout/generate", json=BODY | {"stream": True})
+    assert (answer.status_code, answer.json()["code"]) == (409, "duplicate_request")
+    assert (await task).status_code == 200
+    bad = BODY | {"stream": True, "sampling_params": {"bogus": 1}}
+    answer = await data.post("/v1/rollout/generate", json=bad)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_sampling_params")
+
+
+async def test_an_engine_that_dies_ends_the_stream_with_an_error(
+    data: httpx.AsyncClient, pod: Pod
+) -> None:
+    task = asyncio.create_task(data.post("/v1/rollout/generate", json=LONG | {"stream": True}))
+    await running(pod)
+    pod.engine.kill("gone")
+    found = events((await task).text)
+    assert found[-1][0] == "error"
+    assert (found[-1][1]["status"], found[-1][1]["code"]) == (503, "not_ready")
+    assert tokens_of(found), "what came before is kept"
+
+
+async def test_a_reader_that_goes_leaves_nothing_behind(pod: Pod) -> None:
+    stream = Stream()
+    request = GenerateRequest.model_validate(LONG)
+    task: asyncio.Task[GenerateResponse] = asyncio.create_task(
+        pod.generation.generate(
+            request, gone=stream.gone, on_admit=stream.on_admit, on_delta=stream.on_delta
+        )
+    )
+    await stream.begin(task)
+    reader = stream.events(task)
+    first = await anext(reader)
+    assert first.event == "delta"
+    await reader.aclose()  # type: ignore[attr-defined] # an async generator
+    answer = await asyncio.wait_for(task, 5)
+    assert answer.cancel_reason == "cancelled"
+    assert pod.engine.running == pod.supervisor.gate.unfinished == 0
+
+
+async def test_one_request_is_cancelled_and_both_callers_have_the_partial(
+    data: httpx.AsyncClient, pod: Pod
+) -> None:
+    other = asyncio.create_task(data.post("/v1/rollout/generate", json=LONG | {"request_id": "o"}))
+    task = asyncio.create_task(data.post("/v1/rollout/generate", json=LONG))
+    await running(pod, 2)
+    cancelled = await data.delete("/v1/rollout/requests/r")
+    assert cancelled.status_code == 200
+    mine = (await task).json()
+    assert cancelled.json() == mine
+    assert (mine["is_cancel"], mine["cancel_reason"]) == (True, "cancelled")
+    assert 0 < len(mine["token_ids"]) < 3000
+    assert (await data.delete("/v1/rollout/requests/r")).status_code == 404
+    assert (await other).json()["finish_reason"] == "length", "another request was cut"
+    assert pod.supervisor.gate.parked == 0
+
+
+async def test_a_parked_request_is_cancelled(data: httpx.AsyncClient, pod: Pod) -> None:
+    pod.want(ref("step-1"), paused=True)
+    await pod.until(lambda s: s.phase == "Paused")
+    task = asyncio.create_task(data.post("/v1/rollout/generate", json=BODY | {"on_pause": "wait"}))
+    while not pod.supervisor.gate.parked:
+        await asyncio.sleep(0)
+    cancelled = await data.delete("/v1/rollout/requests/r")
+    assert cancelled.json() == (await task).json()
+    assert cancelled.json()["cancel_reason"] == "cancelled"
+    assert pod.supervisor.gate.parked == 0
