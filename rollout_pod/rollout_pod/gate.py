@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from rollout_pod.engine.base import Engine, EngineError, EngineOutput, EngineRequest, OnDelta
-from rollout_pod.protocol import CancelReason, OnPause, WeightsRef
+from rollout_pod.engine.base import Engine, EngineDelta, EngineError, EngineOutput, EngineRequest
+from rollout_pod.protocol import CancelReason, InterruptionMode, OnPause, WeightsRef
 
 _JOIN_S = 0.1
 """How long the callers of one abort get to take their partials, before the abort is repeated:
 a request that was being handed over while the gate closed is queued by the paused engine."""
+
+_ABORT_S = 60.0
+"""How long the aborts may take that follow a drain whose time is over."""
 
 _ABANDON_S = 60.0
 """How long the engine may take to end a request whose caller has gone."""
@@ -43,12 +46,19 @@ class CancelTimeout(Exception):
 
 @dataclass(frozen=True)
 class Admission:
-    """What was in force when a request passed the gate. It stays so for the request's life: an
-    update cuts every request before the weights change.
-    """
+    """What was in force when a request passed the gate."""
 
     weights: WeightsRef
     generation: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, end) were sampled by ``weights``."""
+
+    weights: WeightsRef
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,12 @@ class Finished:
     output: EngineOutput
     admission: Admission
     cancel_reason: CancelReason | None
+    spans: tuple[Span, ...]
+    """Cover all tokens of ``output``."""
+
+
+OnTokens = Callable[[EngineDelta, WeightsRef], None]
+"""Told of tokens as they come, and of the version that sampled them."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +87,30 @@ class Refused:
 @dataclass
 class _Live:
     engine_id: str
-    task: asyncio.Task[EngineOutput]
     admission: Admission
+    is_tracked: bool
+    """Its tokens are noted as they come, so that they may be of several versions. Others are cut
+    before the weights change: all of their tokens are of the version that they were admitted to."""
+    task: asyncio.Task[EngineOutput] = field(init=False)
     cancel_reason: CancelReason | None = None
+    spans: list[Span] = field(default_factory=list)
+
+    def note(self, weights: WeightsRef, count: int) -> None:
+        """``count`` tokens came, sampled by ``weights``."""
+        start = end = self.spans[-1].end if self.spans else 0
+        if self.spans and self.spans[-1].weights == weights:
+            start = self.spans.pop().start
+        self.spans.append(Span(weights, start, end + count))
+
+    def spans_of(self, output: EngineOutput) -> tuple[Span, ...]:
+        """Which version sampled which tokens of the final output."""
+        n = len(output.token_ids)
+        if not self.is_tracked:
+            return (Span(self.admission.weights, 0, n),) if n else ()
+        noted = self.spans[-1].end if self.spans else 0
+        if noted != n:
+            raise AssertionError(f"{noted} tokens were noted of {n}")
+        return tuple(self.spans)
 
 
 @dataclass(frozen=True)
@@ -85,6 +122,8 @@ class CancelCounts:
     """Ended by themselves while the cancel went on."""
     tokens_returned: int
     """Of the aborted ones."""
+    kept: int
+    """Still in the engine."""
     seconds: float
 
 
@@ -108,6 +147,8 @@ class Gate:
     closed_for: CancelReason | None = None
     changed_at: float = 0.0
     """Unix time at which it last opened or closed."""
+    keeps: bool = False
+    """Requests admitted from now on are tracked, so that an update may keep them."""
     is_draining: bool = False
     _live: dict[str, _Live] = field(default_factory=dict)
     _parked: set[str] = field(default_factory=set)
@@ -134,7 +175,7 @@ class Gate:
         timeout_s: float,
         gone: Callable[[], Coroutine[None, None, None]] | None = None,
         on_admit: Callable[[Admission], None] | None = None,
-        on_delta: OnDelta | None = None,
+        on_delta: OnTokens | None = None,
     ) -> Finished | Refused:
         """Pass the gate and run the request that ``make(engine_id)`` gives to its final output.
 
@@ -225,40 +266,69 @@ class Gate:
         await self._abandon(live)
         return self._finished(live)
 
-    async def cancel(self, *, timeout_s: float) -> CancelCounts:
-        """Pause the engine, cut all that it holds, and return when every caller has its partial.
+    async def cancel(
+        self, *, timeout_s: float, mode: InterruptionMode = InterruptionMode.ABORT
+    ) -> CancelCounts:
+        """Bring the engine to rest behind a closed gate.
 
-        Only behind a closed gate. The pause is repeated until nothing is left.
+        ``abort``: everything is cut; returns when every caller has its partial. ``drain``: so is
+        what has not ended by itself after ``timeout_s``. ``keep``: the engine only pauses; what
+        an update could not keep is cut.
 
         Raises:
-            CancelTimeout: something was left after ``timeout_s``.
+            CancelTimeout: the engine did not come to rest in time.
         """
         if self.is_open:
             raise RuntimeError("cancel behind an open gate: close it first")
         started = time.monotonic()
-        deadline = started + timeout_s
         self._tally = _Tally()
+        if mode is InterruptionMode.KEEP:
+            await self._keep(started + timeout_s)
+        elif mode is InterruptionMode.DRAIN:
+            await self.wait_idle(timeout_s=timeout_s)
+            await self._abort_all(time.monotonic() + _ABORT_S)
+        else:
+            await self._abort_all(started + timeout_s)
+        return CancelCounts(
+            aborted=self._tally.aborted,
+            finished=self._tally.finished,
+            tokens_returned=self._tally.tokens,
+            kept=len(self._live),
+            seconds=time.monotonic() - started,
+        )
+
+    async def _keep(self, deadline: float) -> None:
+        untracked = [live for live in self._live.values() if not live.is_tracked]
+        for live in untracked:
+            live.cancel_reason = live.cancel_reason or self.closed_for
+            await self.engine.abort(live.engine_id)
+        await self._pause(deadline, keep=True)
+        if untracked:
+            remaining = max(0.0, deadline - time.monotonic())
+            _, left = await asyncio.wait([live.task for live in untracked], timeout=remaining)
+            if left:
+                raise CancelTimeout(f"{len(left)} requests did not end in time")
+
+    async def _abort_all(self, deadline: float) -> None:
+        """The pause is repeated until nothing is left."""
         reason = self.closed_for or CancelReason.PAUSED
         while True:
             for live in self._live.values():
                 live.cancel_reason = live.cancel_reason or reason
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise CancelTimeout(
-                    f"{len(self._live)} requests were left after {timeout_s:g} s of aborting"
-                )
-            try:
-                async with asyncio.timeout(remaining):
-                    await self.engine.pause()
-            except TimeoutError:
-                raise CancelTimeout(f"the engine did not pause within {timeout_s:g} s") from None
-            if await self.wait_idle(timeout_s=min(_JOIN_S, max(0.0, deadline - time.monotonic()))):
-                return CancelCounts(
-                    aborted=self._tally.aborted,
-                    finished=self._tally.finished,
-                    tokens_returned=self._tally.tokens,
-                    seconds=time.monotonic() - started,
-                )
+            await self._pause(deadline, keep=False)
+            remaining = max(0.0, deadline - time.monotonic())
+            if await self.wait_idle(timeout_s=min(_JOIN_S, remaining)):
+                return
+
+    async def _pause(self, deadline: float, *, keep: bool) -> None:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise CancelTimeout(f"{len(self._live)} requests were left when the time was over")
+        try:
+            async with asyncio.timeout(remaining):
+                await self.engine.pause(keep=keep)
+        except TimeoutError:
+            raise CancelTimeout(f"the engine did not pause within {remaining:.3g} s") from None
 
     async def wait_idle(self, *, timeout_s: float) -> bool:
         """Wait until nothing is in flight; False when the time is over before."""
@@ -280,17 +350,27 @@ class Gate:
         return self.is_open
 
     def _admit(
-        self, request_id: str, make: Callable[[str], EngineRequest], on_delta: OnDelta | None
+        self, request_id: str, make: Callable[[str], EngineRequest], on_delta: OnTokens | None
     ) -> _Live:
         """Gate check, registration and hand-over, with no await between them."""
         if self.weights is None or not self.is_open:
             raise RuntimeError("admission behind a closed gate")
         self._serial += 1
         engine_id = f"{request_id}#{self._serial}"
-        task = asyncio.get_running_loop().create_task(
-            self.engine.generate(make(engine_id), on_delta), name=f"generate {engine_id}"
+        admission = Admission(self.weights, self.generation)
+        live = _Live(engine_id, admission, is_tracked=self.keeps or on_delta is not None)
+
+        def note(delta: EngineDelta) -> None:
+            # the gate is closed while ``weights`` changes, and no token comes then
+            weights = self.weights or admission.weights
+            live.note(weights, len(delta.token_ids))
+            if on_delta:
+                on_delta(delta, weights)
+
+        live.task = asyncio.get_running_loop().create_task(
+            self.engine.generate(make(engine_id), note if live.is_tracked else None),
+            name=f"generate {engine_id}",
         )
-        live = _Live(engine_id, task, Admission(self.weights, self.generation))
         self._live[request_id] = live
         return live
 
@@ -321,7 +401,7 @@ class Gate:
         reason = None
         if output.finish_reason == "abort":
             reason = live.cancel_reason or CancelReason.CANCELLED
-        return Finished(output, live.admission, reason)
+        return Finished(output, live.admission, reason, live.spans_of(output))
 
     async def _abandon(self, live: _Live) -> None:
         """Nobody waits for this request any more: end it in the engine and read what it had."""

@@ -13,10 +13,9 @@ from rollout_pod.engine.base import (
     EngineOutput,
     EngineRequest,
     InvalidSamplingParams,
-    OnDelta,
     TopLogProb,
 )
-from rollout_pod.gate import Admission, Finished, Gate, Refused
+from rollout_pod.gate import Admission, Finished, Gate, OnTokens, Refused
 from rollout_pod.protocol import (
     CancelReason,
     FinishReason,
@@ -94,7 +93,7 @@ class Generation:
         gone: Callable[[], Coroutine[None, None, None]] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         on_admit: Callable[[Admission], None] | None = None,
-        on_delta: OnDelta | None = None,
+        on_delta: OnTokens | None = None,
     ) -> GenerateResponse:
         """Run one attempt. Raises what ``Gate.generate`` and ``make_budget`` raise, and the
         engine's errors.
@@ -146,17 +145,22 @@ class Generation:
         if isinstance(outcome, Refused):
             output = EngineOutput((), (), FinishReason.ABORT)
             return self._answer(request, output, cancel_reason=outcome.cancel_reason)
-        output, weights = outcome.output, outcome.admission.weights
-        n = len(output.token_ids)
-        if len(output.log_probs) != n:
-            raise AssertionError(f"{n} tokens with {len(output.log_probs)} log-probs")
-        # an update cuts every request before the weights change: one version an answer
-        spans = [WeightVersionSpan(version=weights.version, step=weights.step, start=0, end=n)]
+        output = outcome.output
+        if len(output.log_probs) != len(output.token_ids):
+            raise AssertionError(
+                f"{len(output.token_ids)} tokens with {len(output.log_probs)} log-probs"
+            )
+        spans = [
+            WeightVersionSpan(
+                version=span.weights.version, step=span.weights.step, start=span.start, end=span.end
+            )
+            for span in outcome.spans
+        ]
         return self._answer(
             request,
             output,
             cancel_reason=outcome.cancel_reason,
-            spans=spans if n else [],
+            spans=spans,
             generation=outcome.admission.generation,
         )
 

@@ -85,6 +85,8 @@ def test_defaults_are_filled_in(served: Cluster):
         {"weights": {"hostMemory": "16Ti", "bucketSize": "4Ki"}},
         {"template": {"metadata": {"labels": {"a": "b"}}, "spec": {"whatever": [1, {"x": None}]}}},
         {"drainTimeoutSeconds": 0, "interruption": {"mode": "Abort", "timeoutSeconds": 3600}},
+        {"interruption": {"mode": "Keep"}},
+        {"interruption": {"mode": "Drain", "timeoutSeconds": 1}},
         {"paused": True},
     ],
 )
@@ -133,7 +135,7 @@ def test_accepted(served: Cluster, spec: dict[str, Any]):
         ),
         ({"weightStep": 1}, "weightStep counts a weightVersion"),
         ({"weightVersion": "a", "weightStep": -1, "weights": SOURCE}, "spec.weightStep"),
-        ({"interruption": {"mode": "Keep"}}, '"Abort"'),
+        ({"interruption": {"mode": "Hold"}}, '"Abort"'),
         ({"interruption": {"timeoutSeconds": 0}}, "spec.interruption.timeoutSeconds"),
         ({"template": []}, "spec.template"),
         ({"paused": "yes"}, "spec.paused"),

@@ -83,6 +83,44 @@ def test_pause_resume_update_from_the_command_line(
     assert pod.is_greedy(base, asked[0], pod.generate(asked[0], 60))
 
 
+def test_keep_goes_on_under_the_new_weights(pod: ServeProcess, base: Path, versions: Path) -> None:
+    """Exactly what each version would have sampled: the KV cache of the old one is computed anew."""
+    assert pod.cli("update", "base").returncode == 0
+    pod.interrupt("keep")
+    asked = prompts(4, seed=2)
+    running = [pod.begin(p, LONG) for p in asked]
+    while pod.metric("rollout_unfinished ") < len(asked):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    assert pod.cli("pause").returncode == 0
+    assert pod.metric("rollout_unfinished ") == len(asked)
+    assert not any(future.done() for future in running)
+    assert pod.cli("resume").returncode == 0
+    assert pod.cli("update", "step-1").returncode == 0
+    for prompt, future in zip(asked, running, strict=True):
+        answer = future.result(60)
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", LONG)
+        old, new = answer.weight_versions
+        assert (old.version, new.version) == ("base", "step-1")
+        history = prompt
+        for span, path in ((old, base), (new, versions / "step-1")):
+            part = answer.model_copy(
+                update={
+                    "token_ids": answer.token_ids[span.start : span.end],
+                    "log_probs": answer.log_probs[span.start : span.end],
+                }
+            )
+            assert pod.is_greedy(path, history, part)
+            history = history + part.token_ids
+    pod.interrupt("drain", timeout_s=60)
+    running = [pod.begin(prompts(1)[0], 300)]
+    while pod.metric("rollout_unfinished ") < 1:
+        time.sleep(0.01)
+    assert pod.cli("update", "base").returncode == 0
+    assert running[0].result(30).finish_reason == "length"
+    pod.interrupt("abort")
+
+
 def test_streams(pod: ServeProcess, versions: Path) -> None:
     assert pod.cli("update", "step-1").returncode == 0
     prompt = prompts(1)[0]

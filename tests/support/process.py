@@ -91,6 +91,14 @@ class ServeProcess:
     def ctl(self) -> Ctl:
         return Ctl.of_run_dir(self.run_dir, f"http://{self.admin}")
 
+    def interrupt(self, mode: str, *, timeout_s: float = 60.0) -> None:
+        """What pauses and updates do from now on to requests in flight."""
+        interruption = {"mode": mode, "timeout_s": timeout_s}
+        with self.ctl() as ctl:
+            ctl.change(
+                lambda d: type(d).model_validate(d.model_dump() | {"interruption": interruption})
+            )
+
     def cli(self, *args: str) -> subprocess.CompletedProcess[str]:
         """What a person types."""
         return subprocess.run(

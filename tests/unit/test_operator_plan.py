@@ -160,7 +160,7 @@ def test_the_document_carries_what_is_asked():
         weightVersion="step-120",
         weightStep=120,
         paused=True,
-        interruption={"timeoutSeconds": 7},
+        interruption={"mode": "Keep", "timeoutSeconds": 7},
         weights={
             "source": {"path": "/ckpt/{version}/model"},
             "transport": "SharedMemory",
@@ -184,7 +184,7 @@ def test_the_document_carries_what_is_asked():
             "source": {"path": "/ckpt/step-120/model"},
         },
         "fallback": {"version": "step-110", "step": 110, "source": {"path": "/old/110"}},
-        "interruption": {"mode": "abort", "timeout_s": 7.0},
+        "interruption": {"mode": "keep", "timeout_s": 7.0},
         "bucket_bytes": 1 << 20,
         "update_timeout_s": 11.0,
         "max_attempts": 5,

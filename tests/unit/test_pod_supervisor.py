@@ -372,9 +372,90 @@ async def test_duplicate_ids_and_a_caller_that_goes(tmp_path: Path) -> None:
         assert (await pod.ask(PROMPT, 3, request_id="same")).finish_reason == "length"
 
 
+async def test_keep_goes_on_under_the_new_weights_and_tells_which(tmp_path: Path) -> None:
+    keep = {"mode": "keep"}
+    async with running_pod(tmp_path) as pod:
+        pod.want(interruption=keep)
+        await pod.serving("base")
+        tasks = await start_long(pod)
+        pod.want(interruption=keep, paused=True)
+        state = await pod.until(lambda s: s.phase == "Paused")
+        assert pod.engine.running == 4 and not any(task.done() for task in tasks)
+        assert state.ready
+        assert (await pod.ask([7], 3)).cancel_reason == "refused"
+        pod.want(ref("step-1"), interruption=keep, paused=True)
+        await pod.until(lambda s: s.phase == "Paused" and s.weight_version == "step-1")
+        assert pod.engine.running == 4
+        pod.want(ref("step-1"), interruption=keep)
+        for answer in await asyncio.gather(*tasks):  # each token is checked against its span
+            assert (answer.finish_reason, len(answer.token_ids)) == ("length", LONG)
+            assert [s.version for s in answer.weight_versions] == ["base", "step-1"]
+
+
+async def test_kept_requests_are_cut_when_the_update_poisons(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want(interruption={"mode": "keep"})
+        await pod.serving("base")
+        tasks = await start_long(pod)
+        pod.agent.send_script["step-1"] = ["midway"]
+        pod.want(ref("step-1"), interruption={"mode": "keep"})
+        await pod.serving("step-1")
+        for answer in await asyncio.gather(*tasks):
+            assert (answer.is_cancel, answer.cancel_reason) == (True, "updating")
+            assert [s.version for s in answer.weight_versions] == ["base"]
+
+
+async def test_what_was_admitted_before_keep_is_cut_by_an_update(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        tasks = await start_long(pod)
+        pod.want(ref("step-1"), interruption={"mode": "keep"})
+        await pod.serving("step-1")
+        for answer in await asyncio.gather(*tasks):
+            assert (answer.is_cancel, answer.cancel_reason) == (True, "updating")
+
+
+async def test_kept_requests_are_cut_by_another_mode_and_by_a_drain(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want(interruption={"mode": "keep"})
+        await pod.serving("base")
+        tasks = await start_long(pod, 2)
+        pod.want(interruption={"mode": "keep"}, paused=True)
+        await pod.until(lambda s: s.phase == "Paused")
+        pod.want(paused=True)
+        assert {a.cancel_reason for a in await asyncio.gather(*tasks)} == {"paused"}
+        pod.want(interruption={"mode": "keep"})
+        await pod.serving("base")
+        tasks = await start_long(pod, 2)
+        pod.want(interruption={"mode": "keep"}, paused=True)
+        await pod.until(lambda s: s.phase == "Paused")
+        pod.supervisor.begin_drain()
+        await asyncio.wait_for(asyncio.shield(pod.task), 2)
+        assert {a.cancel_reason for a in await asyncio.gather(*tasks)} == {"draining"}
+
+
+@pytest.mark.parametrize(("seconds", "reason"), [(5.0, None), (0.05, "paused")])
+async def test_drain_mode_lets_requests_end_by_a_deadline(
+    tmp_path: Path, seconds: float, reason: str | None
+) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.engine.step_s = 0.001
+        pod.want()
+        await pod.serving("base")
+        task = asyncio.create_task(pod.ask(PROMPT, 200))
+        while not pod.engine.running:
+            await asyncio.sleep(0)
+        pod.want(paused=True, interruption={"mode": "drain", "timeout_s": seconds})
+        await pod.until(lambda s: s.phase == "Paused")
+        answer = await task
+        assert answer.cancel_reason == reason
+        assert (len(answer.token_ids) == 200) == (reason is None)
+
+
 WISHES = st.lists(
     st.tuples(
-        st.sampled_from(["want", "pause", "unpause", "ask", "late", "twice", "let", "restage"]),
+        st.sampled_from(["want", "pause", "unpause", "ask", "late", "twice", "let", "mode"]),
         st.integers(0, 3),
     ),
     max_size=25,
@@ -396,7 +477,7 @@ def test_whatever_comes_no_mix_is_served_and_the_newest_wish_wins(
         agent.send_script["step-1"] = list(sends)
         agent.stage_script["step-2"] = ["nothing there" for fails in stages if fails]
         async with running_pod(tmp_path_factory.mktemp("pod"), agent=agent) as pod:
-            weights, paused = None, False
+            weights, paused, mode = None, False, "abort"
             last = pod.want()
             tasks: list[asyncio.Task] = []
             for op, n in ops:
@@ -404,8 +485,12 @@ def test_whatever_comes_no_mix_is_served_and_the_newest_wish_wins(
                     weights = ref(f"step-{n}") if n else None
                 elif op in ("pause", "unpause"):
                     paused = op == "pause"
-                if op in ("want", "pause", "unpause"):
-                    last = pod.want(weights, paused=paused, max_attempts=4)
+                elif op == "mode":
+                    mode = ("abort", "keep", "drain", "keep")[n]
+                if op in ("want", "pause", "unpause", "mode"):
+                    last = pod.want(
+                        weights, paused=paused, max_attempts=4, interruption={"mode": mode}
+                    )
                 elif op == "ask":
                     on_pause = "wait" if n == 3 else "return"
                     tasks.append(asyncio.create_task(pod.ask([n], 30 * n + 1, on_pause=on_pause)))

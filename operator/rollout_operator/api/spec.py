@@ -33,6 +33,8 @@ class InterruptionMode(StrEnum):
     """What a pause or an update does to requests in flight."""
 
     ABORT = "Abort"
+    KEEP = "Keep"
+    DRAIN = "Drain"
 
 
 class WeightsSource(_Part):

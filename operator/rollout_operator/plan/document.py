@@ -8,6 +8,7 @@ from rollout_pod.protocol import (
     BASE_VERSION,
     DesiredDocument,
     Interruption,
+    InterruptionMode,
     WeightsRef,
     WeightsSource,
 )
@@ -24,7 +25,10 @@ def render_document(replica: Replica, spec: RolloutSpec) -> DesiredDocument:
             "paused": spec.paused,
             "weights": wanted_weights(spec),
             "fallback": _fallback(replica.status.last_committed),
-            "interruption": Interruption(timeout_s=spec.interruption.timeout_seconds),
+            "interruption": Interruption(
+                mode=InterruptionMode(spec.interruption.mode.lower()),
+                timeout_s=spec.interruption.timeout_seconds,
+            ),
             "bucket_bytes": parse_bytes(spec.weights.bucket_size),
             "update_timeout_s": spec.weights.timeout_seconds,
             "max_attempts": spec.weights.max_attempts,

@@ -144,9 +144,12 @@ class Engine(Protocol):
     async def abort(self, engine_id: str) -> None:
         """Make ``generate`` of this request return its partial. Unknown ids are ignored."""
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep: bool = False) -> None:
         """Stop the scheduler, abort everything it knows of (each ``generate`` gets its partial)
         and clear the prefix cache. May be called again; new requests are queued meanwhile.
+
+        With ``keep`` nothing is aborted: requests stay as they are, no token of them comes any
+        more when this returns, and what their KV cache held is computed anew after ``resume``.
         """
 
     async def resume(self) -> None:

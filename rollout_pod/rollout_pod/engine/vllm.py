@@ -244,9 +244,10 @@ class VllmEngine:
 
     # --- scheduler and caches ---
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep: bool = False) -> None:
         """See ``Engine``."""
-        pausing = self._alive().pause_generation(mode="abort", clear_cache=True)
+        mode = "keep" if keep else "abort"
+        pausing = self._alive().pause_generation(mode=mode, clear_cache=True)
         await self._lifeline.call(pausing, "pause", _PAUSE_S)
 
     async def resume(self) -> None:

@@ -8,6 +8,7 @@ from rollout_pod.protocol.desired import (
     LOCAL_OWNER,
     DesiredDocument,
     Interruption,
+    InterruptionMode,
     WeightsRef,
     WeightsSource,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "GenerateRequest",
     "GenerateResponse",
     "Interruption",
+    "InterruptionMode",
     "OnPause",
     "PodPhase",
     "Problem",

@@ -1,5 +1,6 @@
 """The desired document: all that is asked of a pod, in one JSON object (DESIGN section 2)."""
 
+from enum import StrEnum
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -44,10 +45,22 @@ class WeightsRef(_Document):
         return self
 
 
+class InterruptionMode(StrEnum):
+    """What a pause or an update does to requests in flight."""
+
+    ABORT = "abort"
+    """Each caller gets its partial at once."""
+    KEEP = "keep"
+    """They stay in the engine, and go on when the gate opens; after an update under the new
+    weights, with their KV cache computed anew. The answer's spans tell which tokens are whose."""
+    DRAIN = "drain"
+    """They may end by themselves until ``timeout_s``; what is left then is aborted."""
+
+
 class Interruption(_Document):
     """What a pause or an update does to requests in flight, and how long that may take."""
 
-    mode: Literal["abort"] = "abort"
+    mode: InterruptionMode = InterruptionMode.ABORT
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
 
 

@@ -7,6 +7,7 @@ is aborted in the engine, and it has what it received.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -14,7 +15,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from rollout_pod.engine.base import EngineDelta
 from rollout_pod.gate import Admission
 from rollout_pod.generation import tops_of
-from rollout_pod.protocol import GenerateDelta, GenerateEnd, GenerateResponse
+from rollout_pod.protocol import GenerateDelta, GenerateEnd, GenerateResponse, WeightsRef
 from rollout_pod.server.problems import problem_of
 
 HEARTBEAT_S: Final = 10
@@ -29,39 +30,30 @@ class Stream:
 
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the reader has gone."""
-    _admission: Admission | None = None
     _admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    _waiting: list[EngineDelta] = field(default_factory=list)
+    _waiting: list[tuple[EngineDelta, WeightsRef]] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def on_admit(self, admission: Admission) -> None:
+    def on_admit(self, _: Admission) -> None:
         """It passed the gate."""
-        self._admission = admission
         self._admitted.set()
 
-    def on_delta(self, delta: EngineDelta) -> None:
-        """Tokens came. What the reader has not taken yet goes out as one event."""
-        self._waiting.append(delta)
+    def on_delta(self, delta: EngineDelta, weights: WeightsRef) -> None:
+        """Tokens came. What the reader has not taken yet goes out as one event a version."""
+        self._waiting.append((delta, weights))
         self._news.set()
 
     async def gone(self) -> None:
         """Return when the reader has gone."""
         await self.cut.wait()
 
-    def take(self) -> GenerateDelta | None:
+    def take(self) -> list[GenerateDelta]:
         """What came since the last call."""
-        deltas, self._waiting = self._waiting, []
-        if not deltas or self._admission is None:
-            return None
-        tops = [top for d in deltas if d.top_log_probs is not None for top in d.top_log_probs]
-        weights = self._admission.weights
-        return GenerateDelta(
-            token_ids=[token for d in deltas for token in d.token_ids],
-            log_probs=[value for d in deltas for value in d.log_probs],
-            version=weights.version,
-            step=weights.step,
-            top_log_probs=tops_of(tops) if tops else None,
-        )
+        waiting, self._waiting = self._waiting, []
+        return [
+            _merged([delta for delta, _ in group], weights)
+            for weights, group in groupby(waiting, key=lambda pair: pair[1])
+        ]
 
     async def begin(self, task: asyncio.Task[GenerateResponse]) -> None:
         """Wait until it passed the gate or ended; raises if it failed before, so that the reader
@@ -88,8 +80,7 @@ class Stream:
                 await self._news.wait()
                 self._news.clear()
                 is_last = task.done()
-                delta = self.take()
-                if delta is not None:
+                for delta in self.take():
                     count += len(delta.token_ids)
                     yield ServerSentEvent(delta.model_dump_json(exclude_none=True), event="delta")
                 if is_last:
@@ -97,6 +88,17 @@ class Stream:
             yield _last(task, count)
         finally:
             self.cut.set()
+
+
+def _merged(deltas: list[EngineDelta], weights: WeightsRef) -> GenerateDelta:
+    tops = [top for d in deltas if d.top_log_probs is not None for top in d.top_log_probs]
+    return GenerateDelta(
+        token_ids=[token for d in deltas for token in d.token_ids],
+        log_probs=[value for d in deltas for value in d.log_probs],
+        version=weights.version,
+        step=weights.step,
+        top_log_probs=tops_of(tops) if tops else None,
+    )
 
 
 def _last(task: asyncio.Task[GenerateResponse], count: int) -> ServerSentEvent:

@@ -13,7 +13,7 @@ import structlog
 from rollout_pod.engine.base import Engine, EngineDeadError, EngineError, RankReport
 from rollout_pod.gate import CancelTimeout, Gate
 from rollout_pod.metrics import PodMetrics
-from rollout_pod.protocol import CancelReason, UpdatePhase, WeightsRef
+from rollout_pod.protocol import CancelReason, InterruptionMode, UpdatePhase, WeightsRef
 from rollout_pod.supervisor.board import Board
 from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.staging import Staging, update_news
@@ -68,12 +68,12 @@ class Acts:
         self.board.change(gate_open=False, closed_for=reason, update=update)
         log.info("gate closed", reason=reason)
 
-    async def cancel(self) -> None:
-        """Cut what is in flight. An engine that does not let go in time counts as dead."""
+    async def cancel(self, mode: InterruptionMode = InterruptionMode.ABORT) -> None:
+        """Bring the engine to rest. One that does not let go in time counts as dead."""
         desired = self.board.desired
         timeout_s = desired.interruption.timeout_s if desired else 60.0
         try:
-            counts = await self.gate.cancel(timeout_s=timeout_s)
+            counts = await self.gate.cancel(timeout_s=timeout_s, mode=mode)
         except CancelTimeout as error:
             self.fail_engine(str(error))
             return
@@ -83,7 +83,7 @@ class Acts:
         update = self.board.state.update
         if update and update.phase is UpdatePhase.CANCELLING:
             update = update_news(self.board, cancel=counts.seconds)
-        self.board.change(idle=True, update=update)
+        self.board.change(idle=True, kept=counts.kept > 0, update=update)
 
     async def transfer(self, ref: WeightsRef, session: str, *, flush: bool) -> None:
         """Let every rank load the staged version; whatever goes wrong poisons, unless no rank
@@ -218,7 +218,7 @@ class Acts:
             update = update_news(self.board, paused=seconds)
             self.metrics.paused_for_update(seconds)
         self._closed_at = None
-        self.board.change(gate_open=True, closed_for=None, idle=False, update=update)
+        self.board.change(gate_open=True, closed_for=None, idle=False, kept=False, update=update)
         log.info("gate open", version=state.committed.version)
 
     # -- ends
@@ -227,7 +227,8 @@ class Acts:
         """Refuse what is new, wait for what is in flight, then cut it."""
         self.gate.drain()
         await self.staging.give_up()
-        if not await self.gate.wait_idle(timeout_s=timeout_s):
+        rests = self.board.state.idle  # then nothing in it goes on by itself
+        if not await self.gate.wait_idle(timeout_s=0.0 if rests else timeout_s):
             self.gate.close(CancelReason.DRAINING)
             self.board.change(gate_open=False, closed_for=CancelReason.DRAINING)
             await self.cancel()

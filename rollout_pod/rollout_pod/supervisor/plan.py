@@ -7,7 +7,7 @@ that was killed in between all end in the same place.
 
 from dataclasses import dataclass
 
-from rollout_pod.protocol import CancelReason, DesiredDocument, WeightsRef
+from rollout_pod.protocol import CancelReason, DesiredDocument, InterruptionMode, WeightsRef
 from rollout_pod.supervisor.state import (
     EngineStatus,
     PodState,
@@ -38,7 +38,9 @@ class CloseGate:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Abort what the engine holds until it holds nothing and every caller has its partial."""
+    """Bring the engine to rest; by default it holds nothing then."""
+
+    mode: InterruptionMode = InterruptionMode.ABORT
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,11 @@ def next_step(desired: DesiredDocument | None, state: PodState, now: float) -> S
     if desired is None:
         return Wait()
 
+    if state.poisoned and state.kept:
+        return Cancel()  # they would go on under weights that nobody knows
     target = choose_target(desired, state, now)
     if target is None:
-        return _closed(state, CancelReason.UPDATING) or Wait()
+        return _closed(desired, state, CancelReason.UPDATING) or Wait()
     if state.poisoned and target != wanted_weights(desired):
         failures = state.load_failures_of(target)
         if failures >= desired.max_attempts:
@@ -153,7 +157,7 @@ def next_step(desired: DesiredDocument | None, state: PodState, now: float) -> S
 
     until: float | None = None
     if state.poisoned or state.committed is None or state.committed.version != target.version:
-        step = _towards(target, state, now)
+        step = _towards(desired, target, state, now)
         if not isinstance(step, Wait):
             return step
         until = step.until
@@ -183,7 +187,7 @@ def _finish_load(
     return Commit(target if target.version == loaded.version else loaded)
 
 
-def _towards(target: WeightsRef, state: PodState, now: float) -> Step:
+def _towards(desired: DesiredDocument, target: WeightsRef, state: PodState, now: float) -> Step:
     """The next step of an update; ``Wait`` where the agent is at work or a retry is not due."""
     stage = state.stage
     if stage is None or stage.ref != target or stage.status is StageStatus.FAILED:
@@ -193,7 +197,7 @@ def _towards(target: WeightsRef, state: PodState, now: float) -> Step:
         return Prefetch(target)
     if stage.status is StageStatus.RUNNING:
         return Wait()
-    return _closed(state, CancelReason.UPDATING) or Transfer(
+    return _closed(desired, state, CancelReason.UPDATING) or Transfer(
         target, stage.session, flush=state.poisoned
     )
 
@@ -201,18 +205,23 @@ def _towards(target: WeightsRef, state: PodState, now: float) -> Step:
 def _gate(desired: DesiredDocument, state: PodState) -> Step | None:
     """Pause or serve; None where that is so already."""
     if state.poisoned or state.committed is None:
-        return _closed(state, CancelReason.UPDATING)
+        return _closed(desired, state, CancelReason.UPDATING)
     if desired.paused:
-        return _closed(state, CancelReason.PAUSED)
+        return _closed(desired, state, CancelReason.PAUSED)
     return None if state.gate_open else OpenGate()
 
 
-def _closed(state: PodState, reason: CancelReason) -> CloseGate | Cancel | None:
+def _closed(
+    desired: DesiredDocument, state: PodState, reason: CancelReason
+) -> CloseGate | Cancel | None:
     """The steps to an idle engine behind a closed gate; None where it is so already."""
+    mode = desired.interruption.mode
     if state.gate_open:
         return CloseGate(reason)
     if not state.idle:
-        return Cancel()
+        return Cancel(mode)
+    if state.kept and mode is not InterruptionMode.KEEP:
+        return Cancel()  # kept by an earlier wish
     if state.closed_for is not reason:
         return CloseGate(reason)  # the same gate, for another reason: callers are told which
     return None

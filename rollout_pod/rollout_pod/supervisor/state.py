@@ -55,7 +55,9 @@ class PodState:
     closed_for: CancelReason | None = None
     """Why the gate is closed; None before it was first opened."""
     idle: bool = False
-    """The engine is paused and holds no request, and every caller has its partial."""
+    """The engine is paused, and every caller has its partial but for those ``kept``."""
+    kept: bool = False
+    """The idle engine still holds requests, which go on when it does."""
     loaded: WeightsRef | None = None
     """What the ranks hold, verified; None while a load goes on or after one failed."""
     transferred: bool = False

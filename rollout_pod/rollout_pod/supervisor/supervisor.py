@@ -10,7 +10,7 @@ import structlog
 from rollout_pod.engine.base import Engine, EngineDeadError, EngineStartError
 from rollout_pod.gate import Gate
 from rollout_pod.metrics import PodMetrics
-from rollout_pod.protocol import DesiredDocument, StateDocument
+from rollout_pod.protocol import DesiredDocument, InterruptionMode, StateDocument
 from rollout_pod.supervisor import plan
 from rollout_pod.supervisor.acts import Acts
 from rollout_pod.supervisor.board import Board
@@ -167,8 +167,8 @@ class Supervisor:
                 await self._staging.prefetch(ref)
             case plan.CloseGate(reason):
                 acts.close_gate(reason)
-            case plan.Cancel():
-                await acts.cancel()
+            case plan.Cancel(mode):
+                await acts.cancel(mode)
             case plan.Transfer(ref, session, flush):
                 await acts.transfer(ref, session, flush=flush)
             case plan.ClearCaches():
@@ -217,6 +217,7 @@ class Supervisor:
     def _note_generation(self) -> None:
         if self.board.desired:
             self.gate.generation = self.board.desired.generation
+            self.gate.keeps = self.board.desired.interruption.mode is InterruptionMode.KEEP
 
     def _forget_failures(self) -> None:
         """``weights`` changed: everything may be tried again."""
