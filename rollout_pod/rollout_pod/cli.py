@@ -74,6 +74,9 @@ def serve(
         typer.Option(help="Go on from the documents in the run folder (a restarted container)."),
     ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds.")] = 30.0,
+    heartbeat_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that one step of the engine may take.")
+    ] = 120.0,
     log_level: Annotated[Literal["DEBUG", "INFO", "WARNING"], typer.Option()] = "INFO",
     engine_args: Annotated[
         list[str] | None, typer.Argument(help="After '--': the engine's own arguments.")
@@ -99,6 +102,7 @@ def serve(
         spawns_agent=spawns,
         keeps_state=(not spawns) if keep_state is None else keep_state,
         drain_timeout_s=drain_timeout,
+        heartbeat_timeout_s=heartbeat_timeout,
     )
     try:
         code = run_serve(settings)

@@ -49,6 +49,7 @@ class ServeSettings:
     spawns_agent: bool
     keeps_state: bool
     drain_timeout_s: float
+    heartbeat_timeout_s: float
 
 
 class UnknownEngine(Exception):
@@ -96,6 +97,7 @@ async def _serve(settings: ServeSettings) -> int:
         Store(settings.run_dir, first_desired=settings.desired_file),
         default_desired=local.first_document() if settings.spawns_agent else None,
         drain_timeout_s=settings.drain_timeout_s,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
     )
     token_dir = settings.token_dir or local.make_token(settings.run_dir)
     servers = [

@@ -285,6 +285,15 @@ def test_sigterm_cuts_what_outlasts_the_drain(base: Path) -> None:
         assert pod.is_greedy(base, prompts(1)[0], answer)
 
 
+def test_a_hung_engine_ends_the_container(base: Path) -> None:
+    with serve_process(base, "--heartbeat-timeout=2") as pod:
+        pod.start()
+        pod.serving("base")
+        pod.child("EngineCore").suspend()
+        assert pod.process.wait(30) == 1
+        assert "its loop hangs" in pod.tail()
+
+
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     with serve_process(tmp_path / "no-such-model") as pod:
         pod.start()

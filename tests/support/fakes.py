@@ -15,6 +15,7 @@ from typing import Any
 from rollout_pod.engine.base import (
     EngineDeadError,
     EngineDelta,
+    EngineError,
     EngineOutput,
     EngineRequest,
     EngineSettings,
@@ -64,6 +65,7 @@ class FakeEngine:
     start_gate: asyncio.Event | None = None
     dead: str | None = None
     pause_hangs: bool = False
+    hangs: bool = False
     refuse_clear: int = 0
     agent: "FakeAgent | None" = None
     published: str | None = None
@@ -182,6 +184,11 @@ class FakeEngine:
 
     def model_path(self) -> Path | None:
         return Path("/models/base")
+
+    async def ping(self, *, timeout_s: float) -> None:
+        if self.hangs:
+            await asyncio.sleep(timeout_s)
+            raise EngineError(f"the engine did not answer within {timeout_s:g} s")
 
     def dead_error(self) -> str | None:
         return self.dead

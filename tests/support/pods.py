@@ -103,13 +103,18 @@ class Pod:
 @asynccontextmanager
 async def running_pod(
     folder: Path, *, engine: FakeEngine | None = None, agent: FakeAgent | None = None,
-    first: DesiredDocument | None = None, drain_timeout_s: float = 5.0,
+    first: DesiredDocument | None = None, drain_timeout_s: float = 5.0, **more: float,
 ) -> AsyncIterator[Pod]:  # fmt: skip
     """A pod that runs; nothing of it is left behind."""
     engine, agent = engine or FakeEngine(), agent or FakeAgent()
     engine.agent = agent
     supervisor = Supervisor(
-        engine, agent, Store(folder), default_desired=first, drain_timeout_s=drain_timeout_s
+        engine,
+        agent,
+        Store(folder),
+        default_desired=first,
+        drain_timeout_s=drain_timeout_s,
+        **more,
     )
     generation = Generation(engine, supervisor.gate, max_model_len=lambda: engine.max_model_len)
     task = asyncio.create_task(supervisor.run())

@@ -316,6 +316,34 @@ async def test_an_engine_that_does_not_let_go_is_dead(tmp_path: Path) -> None:
             await asyncio.wait_for(asyncio.shield(pod.task), 5)
 
 
+async def test_a_hung_engine_ends_the_process(tmp_path: Path) -> None:
+    async with running_pod(tmp_path, heartbeat_s=0.02, heartbeat_timeout_s=0.05) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.want(paused=True)
+        await pod.until(lambda s: s.phase == "Paused")
+        await asyncio.sleep(0.2)
+        assert pod.supervisor.liveness_error() is None, "a paused engine is alive"
+        pod.engine.hangs = True
+        with pytest.raises(PodFailed, match="its loop hangs"):
+            await asyncio.wait_for(asyncio.shield(pod.task), 5)
+        assert pod.supervisor.liveness_error() is not None
+
+
+async def test_a_load_is_no_hang(tmp_path: Path) -> None:
+    async with running_pod(tmp_path, heartbeat_s=0.02, heartbeat_timeout_s=0.05) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.agent.send_gate = asyncio.Event()
+        pod.want(ref("step-1"))
+        await pod.until(lambda s: bool(s.update and s.update.phase == "Transferring"))
+        pod.engine.hangs = True  # calls wait behind the load
+        await asyncio.sleep(0.3)
+        pod.engine.hangs = False
+        pod.agent.send_gate.set()
+        await pod.serving("step-1")
+
+
 async def test_a_cache_that_is_not_cleared_is_no_commit(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running_pod(tmp_path, engine=engine) as pod:

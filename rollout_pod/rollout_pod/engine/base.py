@@ -177,6 +177,13 @@ class Engine(Protocol):
     def model_path(self) -> Path | None:
         """The folder that ``base`` was loaded from; None where that is no local folder."""
 
+    async def ping(self, *, timeout_s: float) -> None:
+        """Return when the engine's loop has answered: between two of its steps.
+
+        Raises:
+            EngineError: it did not answer in time.
+        """
+
     def dead_error(self) -> str | None:
         """Why the engine is dead; None while it lives. Cheap: asked by every probe."""
 

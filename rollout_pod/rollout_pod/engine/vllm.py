@@ -172,6 +172,10 @@ class VllmEngine:
             if self._constructing.done():
                 self._constructing.exception()  # seen: a cancelled start awaits it no more
 
+    async def ping(self, *, timeout_s: float) -> None:
+        """See ``Engine``."""
+        await self._lifeline.call(self._alive().is_paused(), "answer", timeout_s)
+
     def dead_error(self) -> str | None:
         """See ``Engine``."""
         return self._lifeline.death()

@@ -14,6 +14,7 @@ from rollout_pod.protocol import DesiredDocument, InterruptionMode, StateDocumen
 from rollout_pod.supervisor import plan
 from rollout_pod.supervisor.acts import Acts
 from rollout_pod.supervisor.board import Board
+from rollout_pod.supervisor.heartbeat import PERIOD_S, Heartbeat
 from rollout_pod.supervisor.plan import next_step
 from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.staging import Staging
@@ -49,6 +50,9 @@ class Supervisor:
     default_desired: DesiredDocument | None = None
     """In force until the first document comes, where no operator sends one."""
     drain_timeout_s: float = 30.0
+    heartbeat_timeout_s: float = 120.0
+    """How long the engine's loop may take for one step."""
+    heartbeat_s: float = PERIOD_S
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.engine)
@@ -135,10 +139,18 @@ class Supervisor:
         Raises:
             PodFailed: the engine did not start, died, or cannot be repaired in place.
         """
+        heartbeat = asyncio.create_task(
+            Heartbeat(
+                self.board, self.engine, self._hung, self.heartbeat_timeout_s, self.heartbeat_s
+            ).run(),
+            name="heartbeat",
+        )
         try:
             while not self.board.state.drained:
                 await self._turn()
         finally:
+            heartbeat.cancel()
+            await asyncio.gather(heartbeat, return_exceptions=True)
             await self._staging.give_up()
             self.board.close()
 
@@ -213,6 +225,10 @@ class Supervisor:
             # not ``wait_for``: on 3.11 it swallows a cancel that comes with the wake
             async with asyncio.timeout(max(0.0, timeout_s)):
                 await self._wake.wait()
+
+    def _hung(self, error: str) -> None:
+        self._acts.fail_engine(error)
+        self._wake.set()
 
     def _note_generation(self) -> None:
         if self.board.desired:
