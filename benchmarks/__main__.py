@@ -5,11 +5,12 @@ from typing import Annotated, Final
 
 import typer
 
-from benchmarks import cancel, patch_latency, writes
+from benchmarks import cancel, overhead, patch_latency, writes
 from benchmarks.report import Result, show
 
 BENCHMARKS: Final[dict[str, Callable[[bool], Result]]] = {
     "cancel": cancel.run,
+    "overhead": overhead.run,
     "patch-latency": patch_latency.run,
     "writes": writes.run,
 }

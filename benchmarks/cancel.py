@@ -7,22 +7,12 @@ The reference, in the same run and on the same engine: the moment at which the l
 import asyncio
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import httpx
 
+from benchmarks.pod import SAMPLING, MeasuredPod, measured_pod
 from benchmarks.report import Result, percentile
-from examples.tiny_models import make
-from rollout_pod.engine.base import EngineRequest, EngineSettings
-from rollout_pod.engine.vllm import VllmEngine
-from rollout_pod.protocol import DesiredDocument
-from rollout_pod.serve import _Server
-from rollout_pod.server.data_app import make_data_app
-from rollout_pod.supervisor.store import Store
-from rollout_pod.supervisor.supervisor import Supervisor
-from rollout_pod.weights.agent_client import AgentClient
-from tests.support.process import free_port
+from rollout_pod.engine.base import EngineRequest
 
 MAX_TOKENS = 200
 GOAL = 1.2
@@ -39,62 +29,42 @@ class Round:
 
 def run(quick: bool) -> Result:
     """Measure."""
-    return asyncio.run(_measure(rounds=3 if quick else 10, sizes=(64,) if quick else (64, 256)))
+    sizes = (64,) if quick else (64, 256, 1000)
+    return asyncio.run(_measure(rounds=3 if quick else 10, sizes=sizes))
 
 
 async def _measure(*, rounds: int, sizes: tuple[int, ...]) -> Result:
     rows = []
-    worst = 0.0
-    with TemporaryDirectory(prefix="cancel-") as folder:
-        make(Path(folder) / "model", seed=0)
-        engine = VllmEngine(
-            EngineSettings(
-                model=str(Path(folder) / "model"), run_dir=Path(folder) / "run",
-                args=("--dtype=float32", "--max-model-len=2048", "--max-num-seqs=256"),
-            )
-        )  # fmt: skip
-        port = free_port()
-        agent = AgentClient(Path(folder) / "run" / "agent.sock")
-        supervisor = Supervisor(
-            engine, agent, Store(Path(folder)),
-            default_desired=DesiredDocument(owner="bench", generation=0),
-        )  # fmt: skip
-        server = _Server(make_data_app(supervisor), ("127.0.0.1", port))
-        tasks = [asyncio.create_task(supervisor.run()), asyncio.create_task(server.serve())]
-        try:
-            while not (supervisor.is_ready and server.started):
-                await asyncio.sleep(0.1)
-            for size in sizes:
-                bare = [await _bare(engine, supervisor, size) for _ in range(rounds)]
-                ours = [await _http(supervisor, port, size) for _ in range(rounds)]
-                mine = percentile([r.seconds for r in ours], 0.5)
-                base = percentile([r.seconds for r in bare], 0.5)
-                worst = max(worst, mine / base)
-                rows.append(
-                    {
-                        "in flight": size, "ours ms": mine * 1e3, "bare ms": base * 1e3,
-                        "ratio": mine / base, "tokens": sum(r.tokens for r in ours),
-                        "lost": sum(r.lost for r in ours),
-                    }
-                )  # fmt: skip
-        finally:
-            supervisor.begin_drain()
-            server.should_exit = True
-            await asyncio.gather(*tasks)
-            await agent.close()
-            await engine.shutdown()
-    lost = sum(int(row["lost"]) for row in rows)
-    last = rows[-1]
+    async with measured_pod() as pod:
+        for size in sizes:
+            bare, ours = [], []
+            for _ in range(rounds):
+                bare.append(await _bare(pod, size))
+                ours.append(await _http(pod, size))
+            mine = percentile([r.seconds for r in ours], 0.5)
+            base = percentile([r.seconds for r in bare], 0.5)
+            rows.append(
+                {
+                    "in flight": size, "ours ms": mine * 1e3, "bare ms": base * 1e3,
+                    "ratio": mine / base, "tokens": sum(r.tokens for r in ours),
+                    "lost": sum(r.lost for r in ours),
+                }
+            )  # fmt: skip
+    judged = [row for row in rows if row["in flight"] <= 256]  # 1,000 are reported, not judged
+    worst = max(row["ratio"] for row in judged)
+    lost = sum(row["lost"] for row in rows)
+    last = judged[-1]
     return Result(
-        name="cancel", figure=float(last["ours ms"]), unit=f"ms with {last['in flight']} in flight",
-        reference=float(last["bare ms"]), ratio=worst, goal=f"<= {GOAL} x bare, 0 tokens lost",
+        name="cancel", figure=last["ours ms"], unit=f"ms with {last['in flight']} in flight",
+        reference=last["bare ms"], ratio=worst, goal=f"<= {GOAL} x bare, 0 tokens lost",
         holds=worst <= GOAL and lost == 0, rows=rows,
     )  # fmt: skip
 
 
-async def _bare(engine: VllmEngine, supervisor: Supervisor, size: int) -> Round:
+async def _bare(pod: MeasuredPod, size: int) -> Round:
     """vLLM alone, in the same process."""
-    params = engine.sampling_params({"temperature": 0, "ignore_eos": True}, max_tokens=MAX_TOKENS)
+    engine = pod.engine
+    params = engine.sampling_params(SAMPLING, max_tokens=MAX_TOKENS)
     runs = [
         asyncio.create_task(
             engine.generate(
@@ -113,12 +83,11 @@ async def _bare(engine: VllmEngine, supervisor: Supervisor, size: int) -> Round:
     return Round(seconds, sum(len(o.token_ids) for o in outputs), 0)
 
 
-async def _http(supervisor: Supervisor, port: int, size: int) -> Round:
+async def _http(pod: MeasuredPod, size: int) -> Round:
     """Through the data port: every caller has its partial."""
+    supervisor = pod.supervisor
     limits = httpx.Limits(max_connections=size)
-    async with httpx.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=60
-    ) as client:
+    async with httpx.AsyncClient(base_url=pod.url, limits=limits, timeout=60) as client:
 
         async def call(i: int) -> tuple[float, int]:
             answer = await client.post(
@@ -126,9 +95,7 @@ async def _http(supervisor: Supervisor, port: int, size: int) -> Round:
                 json={
                     "request_id": f"r{i}-{time.monotonic_ns()}",
                     "prompt_token_ids": [3 + i % 900, 5, 7],
-                    "sampling_params": {
-                        "temperature": 0, "ignore_eos": True, "max_tokens": MAX_TOKENS,
-                    },
+                    "sampling_params": SAMPLING | {"max_tokens": MAX_TOKENS},
                 },
             )  # fmt: skip
             answer.raise_for_status()

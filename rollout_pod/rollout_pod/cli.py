@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from rollout_pod.ctl import Ctl, CtlError, is_paused, is_settled_on
+from rollout_pod.engine.orphan import die_with
 from rollout_pod.local import default_run_dir
 from rollout_pod.logs import configure_logs
 from rollout_pod.protocol import (
@@ -116,11 +117,14 @@ def weights(
     run_dir: RunDir = _RUN_DIR,
     shm_dir: ShmDir = _SHM_DIR,
     host_memory: HostMemory = 8 << 30,
+    parent: Annotated[int | None, typer.Option(hidden=True, help="Whose end is ours.")] = None,
 ) -> None:
     """Run the weights agent: fetches versions into shared memory and sends them to the ranks."""
-    from rollout_pod.weights.agent import run_agent  # it imports torch
+    from rollout_pod.weights.agent import AgentError, run_agent
 
     configure_logs()
+    if parent is not None:
+        die_with(parent)
 
     async def run() -> None:
         stop = asyncio.Event()
@@ -128,7 +132,10 @@ def weights(
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await run_agent(run_dir, shm_dir, host_memory, stop)
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    except AgentError as error:
+        raise CtlError(str(error)) from None
 
 
 @ctl_app.command()

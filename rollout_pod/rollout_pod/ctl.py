@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -39,8 +39,10 @@ class Ctl:
         """The pod that ``rollout-pod serve`` runs from this folder."""
         try:
             token = (run_dir / "admin" / "token").read_text().strip()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise CtlError(f"no pod runs from {run_dir}: give its --run-dir") from None
+        except OSError as error:
+            raise CtlError(f"the token in {run_dir} cannot be read: {error.strerror}") from None
         return cls(url, token)
 
     def __enter__(self) -> Self:
@@ -77,7 +79,8 @@ class Ctl:
             if state.owner is not None:
                 current = DesiredDocument.model_validate(self._call("GET", "/admin/v1/desired"))
             fresh = edit(current).model_copy(update={"generation": current.generation + 1})
-            answer = self._http.put(
+            answer = self._send(
+                "PUT",
                 "/admin/v1/desired",
                 content=fresh.model_dump_json(),
                 headers={
@@ -109,8 +112,11 @@ class Ctl:
         return state
 
     def _call(self, method: str, path: str, *, params: dict[str, str] | None = None) -> object:
+        return self._checked(self._send(method, path, params=params))
+
+    def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
         try:
-            return self._checked(self._http.request(method, path, params=params))
+            return self._http.request(method, path, **more)
         except httpx.TransportError as error:
             raise CtlError(f"no pod answers at {self._http.base_url}: {error}") from error
 

@@ -17,6 +17,9 @@ _JOIN_S = 0.1
 """How long the callers of one abort get to take their partials, before the abort is repeated:
 a request that was being handed over while the gate closed is queued by the paused engine."""
 
+_PAUSE_S = 10.0
+"""The least that the engine gets for a pause, whatever the deadline."""
+
 _ABORT_S = 60.0
 """How long the aborts may take that follow a drain whose time is over."""
 
@@ -317,18 +320,19 @@ class Gate:
                 live.cancel_reason = live.cancel_reason or reason
             await self._pause(deadline, keep=False)
             remaining = max(0.0, deadline - time.monotonic())
-            if await self.wait_idle(timeout_s=min(_JOIN_S, remaining)):
+            if await self.wait_idle(timeout_s=_JOIN_S):
                 return
+            if remaining <= 0:
+                raise CancelTimeout(f"{len(self._live)} requests were left when the time was over")
 
     async def _pause(self, deadline: float, *, keep: bool) -> None:
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise CancelTimeout(f"{len(self._live)} requests were left when the time was over")
+        # a short deadline is for the requests: the engine may end the step that it is in
+        within = max(deadline - time.monotonic(), _PAUSE_S)
         try:
-            async with asyncio.timeout(remaining):
+            async with asyncio.timeout(within):
                 await self.engine.pause(keep=keep)
         except TimeoutError:
-            raise CancelTimeout(f"the engine did not pause within {remaining:.3g} s") from None
+            raise CancelTimeout(f"the engine did not pause within {within:.3g} s") from None
 
     async def wait_idle(self, *, timeout_s: float) -> bool:
         """Wait until nothing is in flight; False when the time is over before."""

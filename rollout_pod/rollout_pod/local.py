@@ -19,8 +19,8 @@ _RESPAWN_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _TERM_S = 5.0
 
 
-class RunDirBusy(Exception):
-    """Another process serves from this folder."""
+class RunDirError(Exception):
+    """This folder cannot be served from; the message says why."""
 
 
 def default_run_dir() -> Path:
@@ -32,25 +32,37 @@ def claim_run_dir(run_dir: Path) -> int:
     """Make the folder and lock it for the life of this process; returns the lock's descriptor.
 
     Raises:
-        RunDirBusy: another process holds it.
+        RunDirError: it cannot be made, is not ours, or another process holds it.
     """
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.open(run_dir / "lock", flags, 0o600)
+    except OSError as error:
+        raise RunDirError(f"--run-dir {run_dir}: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise RunDirBusy(
+        raise RunDirError(
             f"another pod runs in {run_dir}: end it, or give this one its own --run-dir"
         ) from None
     return lock
 
 
 def make_token(run_dir: Path) -> Path:
-    """A random token in a folder that only this user reads; returns the folder."""
+    """A random token in a folder that only this user reads; returns the folder.
+
+    Raises:
+        RunDirError: the run folder is another user's.
+    """
+    owner = run_dir.lstat().st_uid
+    if owner != os.getuid():  # in a shared folder for temporary files somebody may have been first
+        raise RunDirError(f"--run-dir {run_dir} belongs to user {owner}: name another one")
     folder = run_dir / "admin"
     folder.mkdir(mode=0o700, exist_ok=True)
-    fd = os.open(folder / "token", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    fd = os.open(folder / "token", flags, 0o600)
     with os.fdopen(fd, "w") as file:
         file.write(secrets.token_urlsafe(32))
     return folder
@@ -74,9 +86,9 @@ async def keep_agent(run_dir: Path, shm_dir: Path, host_memory: int) -> None:
     while True:
         started = asyncio.get_running_loop().time()
         agent = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rollout_pod", "weights",
-            f"--run-dir={run_dir}", f"--shm-dir={shm_dir}", f"--host-memory={host_memory}",
-        )  # fmt: skip
+            *(sys.executable, "-m", "rollout_pod", "weights", f"--run-dir={run_dir}"),
+            *(f"--shm-dir={shm_dir}", f"--host-memory={host_memory}", f"--parent={os.getpid()}"),
+        )
         try:
             code = await agent.wait()
         finally:

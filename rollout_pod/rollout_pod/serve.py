@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -69,18 +70,23 @@ def run_serve(settings: ServeSettings) -> int:
     """Serve until drained; returns the exit code."""
     try:
         lock = local.claim_run_dir(settings.run_dir)
-    except local.RunDirBusy as error:
+    except local.RunDirError as error:
         log.error("not started", error=str(error))
         return 2
     try:
         return asyncio.run(_serve(settings))
+    except (local.RunDirError, PodFailed) as error:
+        log.error("not started", error=str(error))
+        return 2
     finally:
         os.close(lock)
 
 
 async def _serve(settings: ServeSettings) -> int:
+    listeners = [bind(settings.data_address), bind(settings.admin_address)]
     if not settings.keeps_state:
         local.forget(settings.run_dir)
+    token_dir = settings.token_dir or local.make_token(settings.run_dir)
     if settings.source:
         (settings.run_dir / "source").write_text(settings.source)
     engine = make_engine(
@@ -99,15 +105,14 @@ async def _serve(settings: ServeSettings) -> int:
         drain_timeout_s=settings.drain_timeout_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
     )
-    token_dir = settings.token_dir or local.make_token(settings.run_dir)
     servers = [
-        _Server(make_data_app(supervisor), settings.data_address),
-        _Server(make_admin_app(supervisor, Tokens(token_dir)), settings.admin_address),
+        Server(make_data_app(supervisor), listeners[0]),
+        Server(make_admin_app(supervisor, Tokens(token_dir)), listeners[1]),
     ]
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.begin_drain)
-    helpers = [asyncio.create_task(server.serve(), name="http") for server in servers]
+    helpers = [asyncio.create_task(server.run_until_exit(), name="http") for server in servers]
     agent_task = (
         asyncio.create_task(
             local.keep_agent(settings.run_dir, settings.shm_dir, settings.host_memory),
@@ -120,11 +125,15 @@ async def _serve(settings: ServeSettings) -> int:
     try:
         await asyncio.wait({brain, *helpers}, return_when=asyncio.FIRST_COMPLETED)
         if not brain.done():
-            raise PodFailed("an HTTP server ended (is its port taken?)")
+            raise PodFailed("an HTTP server ended")
         await brain
     except PodFailed as error:
         log.error("failed", error=str(error))
         _last_words(str(error))
+        return 1
+    except Exception as error:
+        log.exception("failed unexpectedly")
+        _last_words(f"{type(error).__name__}: {error}")
         return 1
     else:
         return 0
@@ -140,22 +149,40 @@ async def _serve(settings: ServeSettings) -> int:
         await engine.shutdown()
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Two of these share a process, so neither may take its signals."""
 
-    def __init__(self, app: FastAPI, address: tuple[str, int]) -> None:
-        host, port = address
+    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
+        self._listener = listener
         super().__init__(
             uvicorn.Config(
-                app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
+                app, log_config=None, access_log=False, lifespan="off",
                 timeout_graceful_shutdown=_GRACE_S, timeout_keep_alive=75,
             )
         )  # fmt: skip
+
+    async def run_until_exit(self) -> None:
+        """Serve until ``should_exit``."""
+        await self.serve(sockets=[self._listener])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to ``serve``."""
         yield
+
+
+def bind(address: tuple[str, int]) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        PodFailed: names the address and why it cannot be had.
+    """
+    host, port = address
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server(address, family=family, backlog=2048)
+    except OSError as error:
+        raise PodFailed(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def _last_words(error: str) -> None:

@@ -66,6 +66,7 @@ class FakeEngine:
     dead: str | None = None
     pause_hangs: bool = False
     hangs: bool = False
+    silent_ranks: set[int] = field(default_factory=set)
     refuse_clear: int = 0
     agent: "FakeAgent | None" = None
     published: str | None = None
@@ -157,7 +158,8 @@ class FakeEngine:
             outcome = "midway"
         if outcome == "ok":
             self.holds, self.needs_flush = version, False
-            return tuple(RankReport(r, "host", True, version) for r in range(self.world))
+            ranks = [r for r in range(self.world) if r not in self.silent_ranks]
+            return tuple(RankReport(r, "host", True, version) for r in ranks)
         touched = outcome != "untouched"
         if touched:
             self.holds, self.needs_flush = GARBAGE, True

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_pod.protocol import CancelReason, DesiredDocument, PodPhase, WeightsRef, WeightsSource
+from rollout_pod.protocol import (
+    CancelReason,
+    DesiredDocument,
+    InterruptionMode,
+    PodPhase,
+    WeightsRef,
+    WeightsSource,
+)
 from rollout_pod.supervisor import plan
 from rollout_pod.supervisor.plan import next_step
 from rollout_pod.supervisor.state import (
@@ -205,20 +212,56 @@ def doc(weights: WeightsRef | None = ONE, **more: object) -> DesiredDocument:
         pytest.param(
             doc(TWO),
             replace(POISONED, rejected=TWO, last_committed=None),
-            plan.Wait(),
-            id="rejected with nothing to fall back to: wait for another wish",
+            plan.Prefetch(TWO),
+            id="rejected with nothing to fall back to: it is tried all the same",
+        ),
+        pytest.param(
+            doc(ONE),
+            replace(UP, rejected=ONE, last_committed=ONE),
+            plan.Prefetch(ONE),
+            id="rejected, but it is the fallback as well",
         ),
         pytest.param(
             doc(TWO, max_attempts=1),
             replace(POISONED, rejected=TWO).with_load_failure(ONE),
-            plan.Restart("the fallback step-1 failed 1 times"),
+            plan.Restart("step-1 failed 1 times"),
             id="the fallback fails too: only a restart helps",
         ),
         pytest.param(
             doc(ONE.model_copy(update={"step": 7})),
             SERVING,
-            plan.Relabel(ONE.model_copy(update={"step": 7})),
+            plan.Relabel(7),
             id="another step of the same version moves no byte",
+        ),
+        pytest.param(
+            doc(ONE.model_copy(update={"source": WeightsSource(path="/elsewhere")})),
+            SERVING,
+            plan.Wait(),
+            id="another source of the committed version is not looked at",
+        ),
+        pytest.param(
+            doc(),
+            replace(SERVING, stage=READY_TWO),
+            plan.GiveUp(),
+            id="what was prepared is forgotten when the wish is taken back",
+        ),
+        pytest.param(
+            doc(),
+            replace(POISONED, kept=True),
+            plan.Cancel(),
+            id="poisoned: what was kept is cut",
+        ),
+        pytest.param(
+            doc(TWO, interruption={"mode": "keep"}),
+            replace(CLOSED, idle=False, stage=READY_TWO),
+            plan.Cancel(InterruptionMode.KEEP),
+            id="keep: the engine only pauses",
+        ),
+        pytest.param(
+            doc(TWO),
+            replace(CLOSED, kept=True, stage=READY_TWO),
+            plan.Cancel(),
+            id="kept by an earlier wish: cut before the update",
         ),
         pytest.param(doc(), replace(SERVING, draining=True), plan.Drain(), id="drain"),
         pytest.param(
@@ -308,7 +351,7 @@ def do(step: plan.Step, state: PodState) -> PodState:
             return replace(state, gate_open=False, closed_for=reason)
         case plan.Cancel():
             assert not state.gate_open
-            return replace(state, idle=True)
+            return replace(state, idle=True, kept=False)
         case plan.Transfer(target, _, flush):
             assert state.idle and not state.gate_open
             assert flush == state.poisoned
@@ -323,8 +366,12 @@ def do(step: plan.Step, state: PodState) -> PodState:
             assert state.loaded is not None and state.loaded.version == target.version
             assert state.caches_clear and not state.poisoned
             return replace(state, committed=target, last_committed=target, stage=None)
-        case plan.Relabel(target):
-            return replace(state, committed=target, last_committed=target, loaded=target)
+        case plan.Relabel(step):
+            assert state.committed
+            ref = state.committed.model_copy(update={"step": step})
+            return replace(state, committed=ref, last_committed=ref)
+        case plan.GiveUp():
+            return replace(state, stage=None)
         case plan.OpenGate():
             assert state.committed and state.loaded
             assert state.committed.version == state.loaded.version and state.caches_clear
@@ -351,7 +398,8 @@ def test_every_state_comes_to_rest_where_the_document_says(
     else:
         raise AssertionError("no rest")
     wanted = desired.weights or BASE
-    if state.rejected != wanted:
+    fallback = state.last_committed or desired.fallback
+    if state.rejected != wanted or fallback is None or fallback.version == wanted.version:
         assert state.committed is not None and state.committed.version == wanted.version
     if state.committed is not None:
         assert state.gate_open == (not desired.paused)

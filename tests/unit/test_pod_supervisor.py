@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_pod.engine.base import EngineDeadError, EngineStartError
+from rollout_pod.engine.base import EngineDeadError, EngineError, EngineStartError
 from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotReady
-from rollout_pod.protocol import DesiredDocument, StateDocument, UpdatePhase
+from rollout_pod.protocol import DesiredDocument, GenerateRequest, StateDocument, UpdatePhase
 from rollout_pod.supervisor import staging
 from rollout_pod.supervisor.supervisor import Fenced, PodFailed, PreconditionFailed
 from tests.support.fakes import FakeAgent, FakeEngine, fake_tokens
@@ -57,6 +57,7 @@ async def test_pause_returns_every_partial_and_loses_no_token(tmp_path: Path) ->
         tasks = await start_long(pod)
         pod.want(paused=True)
         state = await pod.until(lambda s: s.phase == "Paused")
+        assert pod.supervisor.gate.unfinished == 0, "paused before every caller had its partial"
         partials = await asyncio.gather(*tasks)
         assert state.ready
         assert pod.engine.running == pod.supervisor.gate.unfinished == 0
@@ -204,11 +205,124 @@ async def test_a_fallback_that_fails_ends_the_process(tmp_path: Path) -> None:
         pod.want(ref("step-1"))
         await pod.serving("step-1")
         pod.want(ref("step-2"))
-        with pytest.raises(PodFailed, match="fallback step-1 failed 3 times"):
+        with pytest.raises(PodFailed, match="step-1 failed 3 times"):
             await asyncio.wait_for(asyncio.shield(pod.task), 10)
     async with running_pod(tmp_path, agent=FakeAgent()) as pod:
         state = await pod.serving("step-1")
         assert state.rejected == ref("step-2")
+
+
+async def test_a_version_is_never_given_up_with_nothing_else_to_serve(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    agent.send_script["step-1"] = ["midway"] * 4
+    async with running_pod(tmp_path, agent=agent) as pod:
+        pod.want(ref("step-1"))
+        with pytest.raises(PodFailed, match="step-1 failed 3 times"):
+            await asyncio.wait_for(asyncio.shield(pod.task), 10)
+    async with running_pod(tmp_path, agent=agent) as pod:  # fails once more
+        with pytest.raises(PodFailed, match="step-1 failed 4 times"):
+            await asyncio.wait_for(asyncio.shield(pod.task), 10)
+    async with running_pod(tmp_path, agent=agent) as pod:
+        await pod.serving("step-1")
+        assert pod.state.rejected is None
+
+
+async def test_the_pods_own_record_is_its_fallback(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    agent.stage_script["step-404"] = ["no such folder"] * 99
+    async with running_pod(tmp_path, agent=agent) as pod:
+        pod.want(ref("step-1"))
+        await pod.serving("step-1")
+        pod.want(ref("step-404"))
+        await pod.until(lambda s: bool(s.update and s.update.phase == "Waiting"))
+    async with running_pod(tmp_path, agent=agent) as pod:
+        await pod.serving("step-1")
+
+
+async def test_a_rank_that_does_not_report_is_a_failure(tmp_path: Path) -> None:
+    async with running_pod(tmp_path, engine=FakeEngine(world=2)) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.engine.silent_ranks = {1}
+        pod.want(ref("step-1"))
+        await pod.until(lambda s: s.phase == "Poisoned")
+        assert "1 of 2 ranks reported" in (pod.state.last_error or "")
+        pod.engine.silent_ranks = set()
+        await pod.serving("step-1")
+
+
+async def test_a_wish_that_is_taken_back_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want(ref("step-1"))
+        await pod.serving("step-1")
+        pod.agent.stage_gate = asyncio.Event()
+        pod.want(ref("step-2"))
+        await pod.until(lambda s: bool(s.update and s.update.phase == "Prefetching"))
+        pod.want(ref("step-1"))
+        state = await pod.until(lambda s: bool(s.update and s.update.phase == "Superseded"))
+        assert (state.update.target, state.phase) == ("step-2", "Serving")
+        assert set(pod.agent.staged.values()) <= {"step-1"}
+        pod.want(ref("step-1", path="/moved/step-1", step=9))
+        state = await pod.until(lambda s: s.weight_step == 9)
+        assert state.committed.source.path == "/w/step-1", "bytes that nobody read were adopted"
+
+
+@pytest.mark.parametrize("call", ["pause", "resume", "publish_version"])
+async def test_an_engine_that_cannot_be_steered_ends_the_process(tmp_path: Path, call: str) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+
+        async def fails(*_: object, **__: object) -> None:
+            raise EngineError("not today")
+
+        setattr(pod.engine, call, fails)
+        pod.want(ref("step-1"))
+        with pytest.raises(PodFailed, match="not today"):
+            await asyncio.wait_for(asyncio.shield(pod.task), 5)
+
+
+async def test_whatever_the_agents_client_raises_is_a_failed_update(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        send, failures = pod.agent.send, iter([OSError("socket gone")])
+
+        async def flaky(*, session: str, timeout_s: float) -> object:
+            pod.agent._outcome(session).set_result("midway")
+            error = next(failures, None)
+            if error is None:
+                pod.agent._outcomes.pop(session)
+                pod.agent.send = send
+                return await send(session=session, timeout_s=timeout_s)
+            raise error
+
+        pod.agent.send = flaky
+        pod.want(ref("step-1"))
+        await pod.until(lambda s: "socket gone" in (s.last_error or ""))
+        pod.agent.send = send
+        await pod.serving("step-1")
+
+
+async def test_a_caller_that_disconnects_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        left = asyncio.Event()
+        request = GenerateRequest.model_validate(
+            {"request_id": "r", "prompt_token_ids": PROMPT, "sampling_params": {"max_tokens": LONG}}
+        )
+
+        async def gone() -> None:
+            await left.wait()
+
+        task = asyncio.create_task(pod.generation.generate(request, gone=gone))
+        while not pod.engine.running:
+            await asyncio.sleep(0)
+        left.set()
+        answer = await asyncio.wait_for(task, 5)
+        assert answer.cancel_reason == "cancelled" and len(answer.token_ids) < LONG
+        assert pod.engine.running == pod.supervisor.gate.unfinished == 0
 
 
 async def test_two_quick_wishes_end_in_the_newest(tmp_path: Path) -> None:
@@ -306,13 +420,16 @@ async def test_a_dead_engine_ends_the_process(tmp_path: Path, when: str) -> None
         assert not pod.state.ready and pod.state.phase == "Failed"
 
 
-async def test_an_engine_that_does_not_let_go_is_dead(tmp_path: Path) -> None:
+async def test_an_engine_that_does_not_let_go_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_pod.gate._PAUSE_S", 0.05)
     async with running_pod(tmp_path) as pod:
         pod.want()
         await pod.serving("base")
         pod.engine.pause_hangs = True
         pod.want(paused=True, interruption={"timeout_s": 0.05})
-        with pytest.raises(PodFailed, match=r"did not pause within 0\.05 s"):
+        with pytest.raises(PodFailed, match="did not pause within"):
             await asyncio.wait_for(asyncio.shield(pod.task), 5)
 
 

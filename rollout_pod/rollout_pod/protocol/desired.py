@@ -1,4 +1,4 @@
-"""The desired document: all that is asked of a pod, in one JSON object (DESIGN section 2)."""
+"""The desired document: all that is asked of a pod, in one JSON object."""
 
 from enum import StrEnum
 from typing import Annotated, Final, Literal, Self

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 
 
 class OnPause(StrEnum):

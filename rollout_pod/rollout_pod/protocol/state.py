@@ -1,4 +1,4 @@
-"""The state document: all that a pod tells about itself, in one JSON object (DESIGN section 2)."""
+"""The state document: all that a pod tells about itself, in one JSON object."""
 
 from enum import StrEnum
 
@@ -50,6 +50,8 @@ class UpdatePhase(StrEnum):
     COMMITTED = "Committed"
     FAILED = "Failed"
     """Failed after the gate had closed; tried again."""
+    SUPERSEDED = "Superseded"
+    """Nobody wanted it any more before it was begun."""
     REJECTED = "Rejected"
     """Failed too often; the fallback is served until ``weights`` changes."""
 

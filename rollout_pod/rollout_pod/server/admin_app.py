@@ -17,9 +17,14 @@ _BODY_LIMIT = 1 << 20
 def make_admin_app(supervisor: Supervisor, tokens: Tokens) -> FastAPI:
     """The app of the admin port; every route needs the token."""
     app = FastAPI(
-        title="rollout-pod admin", version=__version__, docs_url=None, redoc_url=None,
-        openapi_url=None, dependencies=[Depends(require_token(tokens))],
-    )  # fmt: skip
+        title="rollout-pod admin",
+        version=__version__,
+        strict_content_type=False,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        dependencies=[Depends(require_token(tokens))],
+    )
     install_problems(app)
     app.add_middleware(BodyLimit, limit=_BODY_LIMIT)
 

@@ -23,7 +23,7 @@ class Tokens:
     def _read(self, name: str) -> bytes:
         try:
             return (self._folder / name).read_bytes().strip()
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:  # absent, or being replaced
             return b""
 
 

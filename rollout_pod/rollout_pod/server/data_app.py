@@ -22,7 +22,7 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 def make_data_app(supervisor: Supervisor) -> FastAPI:
     """The app of the data port. Needs no token: it changes nothing but what it generates."""
-    app = FastAPI(title="rollout-pod data", version=__version__)
+    app = FastAPI(title="rollout-pod data", version=__version__, strict_content_type=False)
     install_problems(app)
     app.add_middleware(BodyLimit, limit=BODY_LIMIT)
     metrics = supervisor.metrics

@@ -1,11 +1,13 @@
 """Every error as ``application/problem+json`` with a stable code."""
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from rollout_pod.engine.base import EngineDeadError, EngineError, InvalidSamplingParams
@@ -29,21 +31,30 @@ def problem_response(
     *,
     errors: list[FieldError] | None = None,
     headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
+) -> Response:
     """One problem as an answer, from its parts."""
     body = Problem(title=title, status=status, code=code, detail=detail, errors=errors or [])
     return respond(body, headers=headers)
 
 
-def respond(problem: Problem, *, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def respond(problem: Problem, *, headers: Mapping[str, str] | None = None) -> Response:
     """A problem as an answer; 503 carries ``Retry-After``."""
     retry = {"Retry-After": str(RETRY_AFTER_S)} if problem.status == 503 else {}
-    return JSONResponse(
-        problem.model_dump(mode="json"),
+    return Response(
+        json.dumps(_valid(problem.model_dump())),
         status_code=problem.status,
         media_type=PROBLEM_MEDIA_TYPE,
         headers={**retry, **(headers or {})},
     )
+
+
+def _valid(value: Any) -> Any:
+    """The same with surrogates spelt out: what a caller sent may be no valid text."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {name: _valid(each) for name, each in value.items()}
+    return [_valid(each) for each in value] if isinstance(value, list) else value
 
 
 _KNOWN: Mapping[type, tuple[int, ProblemCode, str, str]] = {
@@ -96,10 +107,10 @@ _HTTP_CODES = {
 def install_problems(app: FastAPI) -> None:
     """Turn every exception that a handler may raise into a problem."""
 
-    async def known(_: Request, error: Exception) -> JSONResponse:
+    async def known(_: Request, error: Exception) -> Response:
         return respond(problem_of(error))
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def invalid(_: Request, error: Exception) -> Response:
         errors = list(error.errors()) if isinstance(error, RequestValidationError) else []
         if any(e.get("type") == "json_invalid" for e in errors):
             return problem_response(
@@ -114,7 +125,7 @@ def install_problems(app: FastAPI) -> None:
             422, ProblemCode.INVALID_FIELD, "Invalid field", detail, errors=fields
         )
 
-    async def http(_: Request, error: Exception) -> JSONResponse:
+    async def http(_: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             raise error
         code = _HTTP_CODES.get(error.status_code, ProblemCode.INTERNAL)
@@ -122,7 +133,7 @@ def install_problems(app: FastAPI) -> None:
             error.status_code, code, str(error.detail), str(error.detail), headers=error.headers
         )
 
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+    async def unexpected(request: Request, error: Exception) -> Response:
         log.error("unexpected error", path=request.url.path, error=repr(error))
         return respond(problem_of(error))
 

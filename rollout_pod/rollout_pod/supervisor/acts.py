@@ -6,6 +6,7 @@ decides what comes next, and none opens the gate in passing.
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
@@ -17,11 +18,14 @@ from rollout_pod.protocol import CancelReason, InterruptionMode, UpdatePhase, We
 from rollout_pod.supervisor.board import Board
 from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.staging import Staging, update_news
-from rollout_pod.supervisor.state import BASE, EngineStatus, PodState
+from rollout_pod.supervisor.state import BASE, EngineStatus, PodState, fallback_weights
 from rollout_pod.supervisor.store import Store, record_of
 from rollout_pod.weights.agent_client import TransferError
 
 log = structlog.get_logger(__name__)
+
+_DRAIN_CUT_S = 10.0
+"""For cutting what outlasted a drain: the container has 15 s more than the drain."""
 
 _CLEAR_ATTEMPTS = 20
 _CLEAR_PAUSE_S = 0.1
@@ -108,18 +112,18 @@ class Acts:
             name=f"load {session}",
         )
         problems: list[str] = []
-        try:
-            await self.agent.send(session=session, timeout_s=timeout_s)
-        except TransferError as error:
-            problems.append(str(error))
         reports: tuple[RankReport, ...] = ()
         try:
+            problems += await self._send(session, timeout_s)
             async with asyncio.timeout(timeout_s + _REPORT_S):
                 reports = await load
         except EngineDeadError as error:
             self.fail_engine(str(error))
         except (EngineError, TimeoutError) as error:
             problems.append(f"the engine did not report: {error or 'time is over'}")
+        finally:
+            load.cancel()  # a call that nobody waits for any more, unless it has ended
+            await asyncio.gather(load, return_exceptions=True)
         problems += self._problems_of(reports, ref)
         seconds = time.monotonic() - started
         if not problems:
@@ -136,6 +140,17 @@ class Acts:
         await self._fail_update(
             ref, "; ".join(problems), restore=before if untouched and not flush else None
         )
+
+    async def _send(self, session: str, timeout_s: float) -> list[str]:
+        """What went wrong on the sender's side."""
+        try:
+            await self.agent.send(session=session, timeout_s=timeout_s)
+        except TransferError as error:
+            return [str(error)]
+        except Exception as error:
+            log.exception("the agent's client failed unexpectedly", session=session)
+            return [f"{type(error).__name__}: {error}"]
+        return []
 
     def _problems_of(self, reports: tuple[RankReport, ...], ref: WeightsRef) -> list[str]:
         """What keeps these reports from being a complete load of ``ref`` on every rank."""
@@ -157,9 +172,10 @@ class Acts:
         if ref is None:
             raise RuntimeError("caches are cleared after a complete load")
         for _ in range(_CLEAR_ATTEMPTS):
-            if await self.engine.clear_caches():
-                self.board.change(caches_clear=True)
-                return
+            with suppress(EngineError):  # tried again, as a False is
+                if await self.engine.clear_caches():
+                    self.board.change(caches_clear=True)
+                    return
             await asyncio.sleep(_CLEAR_PAUSE_S)
         await self._fail_update(
             ref, f"a cache could not be cleared in {_CLEAR_ATTEMPTS} attempts", restore=None
@@ -198,9 +214,13 @@ class Acts:
         if stage is not None and is_staged:
             await self.staging.keep(stage.session)
 
-    def relabel(self, ref: WeightsRef) -> None:
-        """The committed version got another step or source."""
-        state = replace(self.board.state, committed=ref, last_committed=ref, loaded=ref)
+    def relabel(self, step: int | None) -> None:
+        """The committed version got another step."""
+        state = self.board.state
+        if state.committed is None:
+            raise RuntimeError("nothing is committed that could be labelled")
+        ref = state.committed.model_copy(update={"step": step})
+        state = replace(state, committed=ref, last_committed=ref)
         self.store.write_record(record_of(state))
         self.gate.weights = ref
         self.board.set(state)
@@ -231,7 +251,10 @@ class Acts:
         if not await self.gate.wait_idle(timeout_s=0.0 if rests else timeout_s):
             self.gate.close(CancelReason.DRAINING)
             self.board.change(gate_open=False, closed_for=CancelReason.DRAINING)
-            await self.cancel()
+            try:
+                self.metrics.cancelled(await self.gate.cancel(timeout_s=_DRAIN_CUT_S))
+            except CancelTimeout as error:
+                self.fail_engine(str(error))
         self.gate.close(CancelReason.DRAINING)
         self.board.change(gate_open=False, closed_for=CancelReason.DRAINING, drained=True)
 
@@ -259,6 +282,7 @@ class Acts:
             desired is not None
             and desired.weights == ref
             and state.load_failures_of(ref) >= desired.max_attempts
+            and self._has_other_than(ref)
         )
         update = update_news(
             self.board,
@@ -282,3 +306,9 @@ class Acts:
             state = replace(state, loaded=None, poisoned=True, committed=None)
         self.store.write_record(record_of(state))
         self.board.set(state)
+
+    def _has_other_than(self, ref: WeightsRef) -> bool:
+        """Whether another version could be served: without one, ``ref`` is never given up."""
+        desired, state = self.board.desired, self.board.state
+        fallback = fallback_weights(desired, state) if desired else None
+        return fallback is not None and fallback.version != ref.version

@@ -67,9 +67,17 @@ class Commit:
 
 @dataclass(frozen=True)
 class Relabel:
-    """The committed version got another step or source; its bytes are the same."""
+    """The committed version got another step.
 
-    ref: WeightsRef
+    Another source of it is not looked at: nobody knows whether it holds the same bytes.
+    """
+
+    step: int | None
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Forget a version that was prepared, or could not be: nobody wants it any more."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +105,18 @@ class Wait:
 
 
 Step = (
-    Load | Prefetch | CloseGate | Cancel | Transfer | ClearCaches | Commit | Relabel
+    Load | Prefetch | GiveUp | CloseGate | Cancel | Transfer | ClearCaches | Commit | Relabel
     | OpenGate | Drain | Restart | Wait
 )  # fmt: skip
 
 
-def choose_target(desired: DesiredDocument, state: PodState, now: float) -> WeightsRef | None:
-    """The version to work towards; None where nothing is left to try.
+def choose_target(desired: DesiredDocument, state: PodState, now: float) -> WeightsRef:
+    """The version to work towards.
 
     A pod that serves keeps what it serves until the wanted version is at hand, and does not move
     when that was rejected. A pod that has nothing to serve (new, restarted or poisoned) tries the
-    wanted version, then, as soon as that fails, the fallback.
+    wanted version, then, as soon as that fails, the fallback; without one it tries the wanted
+    version whatever it was rejected for.
     """
     wanted = wanted_weights(desired)
     is_rejected = state.rejected == wanted
@@ -115,7 +124,7 @@ def choose_target(desired: DesiredDocument, state: PodState, now: float) -> Weig
         return state.committed if is_rejected else wanted
     fallback = fallback_weights(desired, state)
     if fallback is None or fallback.version == wanted.version:
-        return None if is_rejected else wanted
+        return wanted
     stage = state.stage
     if is_rejected or (
         stage is not None and stage.ref == fallback and stage.status is not StageStatus.FAILED
@@ -144,12 +153,11 @@ def next_step(desired: DesiredDocument | None, state: PodState, now: float) -> S
     if state.poisoned and state.kept:
         return Cancel()  # they would go on under weights that nobody knows
     target = choose_target(desired, state, now)
-    if target is None:
-        return _closed(desired, state, CancelReason.UPDATING) or Wait()
-    if state.poisoned and target != wanted_weights(desired):
+    if state.poisoned:
         failures = state.load_failures_of(target)
         if failures >= desired.max_attempts:
-            return Restart(f"the fallback {target.version} failed {failures} times")
+            # nothing else is left to try in this process
+            return Restart(f"{target.version} failed {failures} times")
 
     unfinished = _finish_load(desired, state, target)
     if unfinished is not None:
@@ -161,8 +169,10 @@ def next_step(desired: DesiredDocument | None, state: PodState, now: float) -> S
         if not isinstance(step, Wait):
             return step
         until = step.until
-    elif state.committed != target:
-        return Relabel(target)
+    elif state.committed.step != target.step:
+        return Relabel(target.step)
+    elif state.stage is not None:
+        return GiveUp()
     return _gate(desired, state) or Wait(until)
 
 
@@ -183,8 +193,9 @@ def _finish_load(
         return None
     if not state.caches_clear:
         return ClearCaches()
-    # the name may have got another step or source while its bytes were on their way
-    return Commit(target if target.version == loaded.version else loaded)
+    if target.version == loaded.version:  # it may have got another step meanwhile
+        return Commit(loaded.model_copy(update={"step": target.step}))
+    return Commit(loaded)
 
 
 def _towards(desired: DesiredDocument, target: WeightsRef, state: PodState, now: float) -> Step:

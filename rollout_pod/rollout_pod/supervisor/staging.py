@@ -20,6 +20,7 @@ log = structlog.get_logger(__name__)
 _RETRY_BASE_S = 1.0
 _RETRY_LIMIT_S = 30.0
 _TELL_S = 10.0
+_BEFORE_THE_GATE = (UpdatePhase.PREFETCHING, UpdatePhase.WAITING, UpdatePhase.STAGED)
 
 
 def update_news(board: Board, **news: object) -> UpdateState:
@@ -128,6 +129,23 @@ class Staging:
         if stage and stage.status is not StageStatus.FAILED:
             await self._tell_agent(self.agent.discard(session=stage.session))
         self.board.change(stage=None)
+
+    async def forget(self) -> None:
+        """Nobody wants what was prepared any more."""
+        state = self.board.state
+        update = state.update
+        if (
+            state.stage
+            and update
+            and update.target == state.stage.ref.version
+            and update.phase in _BEFORE_THE_GATE
+        ):
+            self.board.change(
+                update=update_news(
+                    self.board, phase=UpdatePhase.SUPERSEDED, finished_at=time.time()
+                )
+            )
+        await self.give_up()
 
     async def keep(self, session: str) -> None:
         """The session's version is committed: its bytes are worth keeping."""

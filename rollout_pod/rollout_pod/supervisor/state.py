@@ -121,7 +121,7 @@ def fallback_weights(desired: DesiredDocument, state: PodState) -> WeightsRef | 
 
 
 def is_ready(state: PodState) -> bool:
-    """What ``/readyz`` answers (DESIGN section 2, invariant 2).
+    """What ``/readyz`` answers.
 
     Pauses and updates do not change it: ``committed`` keeps the old version until the new one
     is committed, and is taken away by a failure only.

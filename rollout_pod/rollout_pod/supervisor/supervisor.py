@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from rollout_pod.engine.base import Engine, EngineDeadError, EngineStartError
+from rollout_pod.engine.base import Engine, EngineDeadError, EngineError, EngineStartError
 from rollout_pod.gate import Gate
 from rollout_pod.metrics import PodMetrics
 from rollout_pod.protocol import DesiredDocument, InterruptionMode, StateDocument
@@ -167,8 +167,9 @@ class Supervisor:
         log.debug("step", step=type(step).__name__)
         try:
             await self._do(step)
-        except EngineDeadError as died:
-            self._acts.fail_engine(str(died))
+        except (EngineDeadError, EngineError) as error:
+            # one that cannot pause, resume or take a name cannot be steered
+            self._acts.fail_engine(str(error))
 
     async def _do(self, step: plan.Step) -> None:
         acts = self._acts
@@ -187,8 +188,10 @@ class Supervisor:
                 await acts.clear_caches()
             case plan.Commit(ref):
                 await acts.commit(ref)
-            case plan.Relabel(ref):
-                acts.relabel(ref)
+            case plan.Relabel(label):
+                acts.relabel(label)
+            case plan.GiveUp():
+                await self._staging.forget()
             case plan.OpenGate():
                 await acts.open_gate()
             case plan.Drain():

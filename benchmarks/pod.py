@@ -1,0 +1,81 @@
+"""A pod without Kubernetes, in this process: engine, supervisor and data port, to be measured."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from examples.tiny_models import make
+from rollout_pod.engine.base import EngineSettings
+from rollout_pod.engine.vllm import VllmEngine
+from rollout_pod.protocol import DesiredDocument
+from rollout_pod.serve import Server, bind
+from rollout_pod.server.data_app import make_data_app
+from rollout_pod.supervisor.store import Store
+from rollout_pod.supervisor.supervisor import Supervisor
+from rollout_pod.weights.agent_client import AgentClient
+from tests.support.process import free_port
+
+CPU_ARGS = ("--dtype=float32", "--max-model-len=2048", "--max-num-seqs=256")
+GPU_ARGS = (
+    "--dtype=bfloat16",
+    "--max-model-len=2048",
+    "--max-num-seqs=1024",
+    "--gpu-memory-utilization=0.4",
+)
+SAMPLING = {"temperature": 0, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class MeasuredPod:
+    """Serves ``base``."""
+
+    engine: VllmEngine
+    supervisor: Supervisor
+    url: str
+
+
+@asynccontextmanager
+async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
+    """A random model: a tiny one on the CPU, one of about 0.1 billion parameters on a GPU."""
+    on_gpu = torch.cuda.is_available()
+    with TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        if on_gpu:
+            make(folder / "model", hidden=1024, layers=8, vocab=8192, dtype="bfloat16")
+        else:
+            make(folder / "model")
+        engine = VllmEngine(
+            EngineSettings(
+                model=str(folder / "model"),
+                run_dir=folder / "run",
+                args=(*(GPU_ARGS if on_gpu else CPU_ARGS), *args),
+            )
+        )
+        agent = AgentClient(folder / "run" / "agent.sock")
+        supervisor = Supervisor(
+            engine, agent, Store(folder),
+            default_desired=DesiredDocument(owner="bench", generation=0),
+        )  # fmt: skip
+        port = free_port()
+        server = Server(make_data_app(supervisor), bind(("127.0.0.1", port)))
+        tasks = [
+            asyncio.create_task(supervisor.run()),
+            asyncio.create_task(server.run_until_exit()),
+        ]
+        try:
+            while not (supervisor.is_ready and server.started):
+                if tasks[0].done():
+                    tasks[0].result()
+                await asyncio.sleep(0.1)
+            yield MeasuredPod(engine, supervisor, f"http://127.0.0.1:{port}")
+        finally:
+            supervisor.begin_drain()
+            server.should_exit = True
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await agent.close()
+            await engine.shutdown()
