@@ -1,12 +1,10 @@
 """Tokens a second through the data port, beside bare ``AsyncLLM`` in the same process and run."""
 
 import asyncio
-import json
-import sys
 import time
 from typing import Any
 
-from benchmarks.pod import SAMPLING, MeasuredPod, measured_pod
+from benchmarks.pod import SAMPLING, MeasuredPod, measured_pod, run_load
 from benchmarks.report import Result, percentile
 
 GOAL = 0.95
@@ -29,8 +27,8 @@ async def _measure(quick: bool) -> Result:
             kinds: dict[str, list[float]] = {"bare": [], "http": [], "stream": []}
             for _ in range(rounds):
                 kinds["bare"].append(await _bare(pod, size, tokens))
-                kinds["http"].append(await _http(pod, size, tokens, stream=False))
-                kinds["stream"].append(await _http(pod, size, tokens, stream=True))
+                kinds["http"].append(await _http(pod, size, tokens, "whole"))
+                kinds["stream"].append(await _http(pod, size, tokens, "stream"))
             best = {kind: percentile(values, 0.5) for kind, values in kinds.items()}
             rows.append(
                 {
@@ -70,13 +68,7 @@ async def _bare(pod: MeasuredPod, size: int, tokens: int) -> float:
     return sum(counts) / (time.perf_counter() - started)
 
 
-async def _http(pod: MeasuredPod, size: int, tokens: int, *, stream: bool) -> float:
-    load = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.load", pod.url, str(size), str(tokens), str(stream),
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    out, _ = await load.communicate()
-    assert load.returncode == 0
-    document = json.loads(out)
+async def _http(pod: MeasuredPod, size: int, tokens: int, kind: str) -> float:
+    document = await run_load(pod, size, tokens, kind)
     assert document["tokens"] == 2 * size * tokens
     return float(document["tokens"] / document["seconds"])

@@ -1,17 +1,21 @@
 """A pod without Kubernetes, in this process: engine, supervisor and data port, to be measured."""
 
 import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from examples.tiny_models import make
 from rollout_pod.engine.base import EngineSettings
 from rollout_pod.engine.vllm import VllmEngine
+from rollout_pod.logs import configure_logs
 from rollout_pod.protocol import DesiredDocument
 from rollout_pod.serve import Server, bind
 from rollout_pod.server.data_app import make_data_app
@@ -42,6 +46,7 @@ class MeasuredPod:
 @asynccontextmanager
 async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
     """A random model: a tiny one on the CPU, one of about 0.1 billion parameters on a GPU."""
+    configure_logs(level="WARNING")
     on_gpu = torch.cuda.is_available()
     with TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
@@ -79,3 +84,15 @@ async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
             await asyncio.gather(*tasks, return_exceptions=True)
             await agent.close()
             await engine.shutdown()
+
+
+async def run_load(pod: MeasuredPod, size: int, tokens: int, kind: str) -> dict[str, Any]:
+    """What ``benchmarks.load`` prints; it runs in a process of its own."""
+    load = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.load", pod.url, str(size), str(tokens), kind),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    out, _ = await load.communicate()
+    assert load.returncode == 0
+    document: dict[str, Any] = json.loads(out)
+    return document

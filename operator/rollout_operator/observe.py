@@ -59,6 +59,9 @@ class Observer:
             ]
             await reread(self._kube, self._caches.pods, PODS, pod_key)
             memory.children_read = True
+        elif self._caches.pods.get(pod_key) is None:
+            # nothing watches Secrets, and the pod that is made next cannot start without this one
+            await self.read_secret(replica, memory)
         raw = self._caches.pods.get(pod_key)
         pod = None if raw is None else pod_seen(raw, name=name, uid=replica.uid)
         return Seen(

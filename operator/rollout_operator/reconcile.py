@@ -22,7 +22,7 @@ from rollout_operator.plan.actions import Plan
 from rollout_operator.plan.diagnosis import UNREACHABLE_GRACE_S
 from rollout_operator.plan.observed import Seen
 from rollout_operator.plan.plan import PodDefaults, make_plan
-from rollout_operator.plan.status import render_status
+from rollout_operator.plan.status import render_failure, render_status
 from rollout_operator.steer import Steering
 
 _ROUNDS: Final = 6
@@ -90,6 +90,19 @@ class Reconciler:
                 return await self._conclude(replica, seen, plan, memory, steered.retry)
             current = steered.replica
         return Next(delay=_RESTLESS_S)
+
+    async def report_failure(self, key: Key, error: Exception) -> None:
+        """Write down, once, that passes over the replica end in ``error``.
+
+        Raises:
+            KubeError: the API server did not answer.
+        """
+        replica = await self._observer.replica(key, fresh=True)
+        if replica is None or replica.deleting:
+            return
+        status = render_failure(replica, error, self._clock())
+        if status != replica.status:
+            await self._write(replica, status)
 
     async def _act(self, replica: Replica, plan: Plan, memory: Memory) -> Replica | None:
         newest = await self._observer.replica((replica.namespace, replica.name), fresh=True)

@@ -77,7 +77,9 @@ class Runtime:
             metrics=self.metrics,
             resync_s=settings.resync_seconds,
         )
-        workers = Workers(reconciler.reconcile, metrics=self.metrics)
+        workers = Workers(
+            reconciler.reconcile, report=reconciler.report_failure, metrics=self.metrics
+        )
         self._stack.push_async_callback(workers.stop)
         await _kind_served(kube)
         self._workers, self._hub = workers, Hub(caches, workers)

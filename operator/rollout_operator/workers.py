@@ -16,6 +16,7 @@ from rollout_operator.metrics import Metrics
 from rollout_operator.reconcile import Next
 
 PASS_DEADLINE_S: Final = 60.0
+_REPORT_DEADLINE_S: Final = 30.0
 _BACKOFF_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 
 log = structlog.get_logger(__name__)
@@ -28,6 +29,13 @@ class Pass(Protocol):
         self, key: Key, memory: Memory, *, fresh: bool, wake: Callable[[], None]
     ) -> Awaitable[Next | None]:
         """Return when to look again; None ends the worker."""
+
+
+class Report(Protocol):
+    """Makes a pass that failed for no known reason visible (``Reconciler.report_failure``)."""
+
+    def __call__(self, key: Key, error: Exception) -> Awaitable[None]:
+        """Write it where people look."""
 
 
 class _Worker:
@@ -45,8 +53,9 @@ class _Worker:
 class Workers:
     """All workers. Events that come during a pass make exactly one more pass."""
 
-    def __init__(self, run: Pass, *, metrics: Metrics) -> None:
+    def __init__(self, run: Pass, *, report: Report, metrics: Metrics) -> None:
         self._run = run
+        self._report = report
         self._metrics = metrics
         self._workers: dict[Key, _Worker] = {}
         self._stopping = False
@@ -129,11 +138,20 @@ class Workers:
         except Exception as error:
             # a bug or a deadline in one replica must not stop the others
             log.exception("pass failed", namespace=key[0], replica=key[1])
+            await self._tell(key, error)
             return None, error
         finally:
             self._metrics.reconciles.labels(outcome=outcome).inc()
             self._metrics.reconcile_seconds.observe(time.monotonic() - started)
         return following, None
+
+    async def _tell(self, key: Key, error: Exception) -> None:
+        try:
+            async with asyncio.timeout(_REPORT_DEADLINE_S):
+                await self._report(key, error)
+        except Exception:
+            # the pass is tried again, and this with it
+            log.exception("failure not reported", namespace=key[0], replica=key[1])
 
 
 async def _wait(worker: _Worker, following: Next) -> None:

@@ -95,7 +95,8 @@ async def keep_agent(run_dir: Path, shm_dir: Path, host_memory: int) -> None:
             if agent.returncode is None:
                 agent.terminate()
                 try:
-                    await asyncio.wait_for(agent.wait(), _TERM_S)
+                    async with asyncio.timeout(_TERM_S):
+                        await agent.wait()
                 except TimeoutError:
                     agent.kill()
                     await agent.wait()

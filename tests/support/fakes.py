@@ -20,6 +20,7 @@ from rollout_pod.engine.base import (
     EngineRequest,
     EngineSettings,
     InvalidSamplingParams,
+    InvalidTokens,
     OnDelta,
     RankReport,
 )
@@ -90,6 +91,11 @@ class FakeEngine:
             if name not in {"temperature", "min_tokens"}:
                 raise InvalidSamplingParams(name, "unknown sampling parameter")
         return max_tokens
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        for position, token in enumerate(token_ids):
+            if not 0 <= token < VOCAB:
+                raise InvalidTokens(position, f"{token} is no token id of this model")
 
     async def generate(
         self, request: EngineRequest, on_delta: OnDelta | None = None

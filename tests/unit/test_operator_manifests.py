@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollout_operator.plan import manifests
 from rollout_operator.plan.containers import engine_args
@@ -186,7 +188,7 @@ def test_the_smallest_pod_exactly():
             ],
             "volumes": [
                 {"name": "run", "emptyDir": {}},
-                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(16 << 30)}},
+                {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(17 << 30)}},
                 {"name": "admin", "secret": {"secretName": "qwen-admin", "defaultMode": 0o440}},
                 {
                     "name": "podinfo",
@@ -199,8 +201,8 @@ def test_the_smallest_pod_exactly():
 
 
 def test_secret_and_services_exactly():
-    data = {"name": "data", "port": 8000, "protocol": "TCP", "targetPort": "data"}
-    admin = {"name": "admin", "port": 8001, "protocol": "TCP", "targetPort": "admin"}
+    data = {"name": "data", "port": 8000, "protocol": "TCP", "targetPort": 8000}
+    admin = {"name": "admin", "port": 8001, "protocol": "TCP", "targetPort": 8001}
     ours = {"rollout.dev/replica": "qwen", "app.kubernetes.io/managed-by": "rollout-operator"}
 
     def meta(name: str) -> dict[str, Any]:
@@ -290,7 +292,7 @@ def test_a_template_is_merged_by_name():
     assert spec["securityContext"]["runAsUser"] == 0
     assert spec["securityContext"]["fsGroup"] == 10001
     assert [v["name"] for v in spec["volumes"]] == ["run", "shm", "admin", "podinfo", "tmp", "ckpt"]
-    assert by_name(spec["volumes"], "shm")["emptyDir"]["sizeLimit"] == str(2 << 30)
+    assert by_name(spec["volumes"], "shm")["emptyDir"]["sizeLimit"] == str(3 << 30)
     # order is kept, and every container gets the variables
     assert [c["name"] for c in spec["initContainers"]] == ["fetch", "weights"]
     assert [c["name"] for c in spec["containers"]] == ["trainer", "engine"]
@@ -317,6 +319,18 @@ def test_a_template_is_merged_by_name():
     assert engine["lifecycle"] == {"preStop": {"sleep": {"seconds": 1}}}
     # tmpfs is charged to its writer
     assert spec["initContainers"][1]["resources"]["limits"]["memory"] == str(3 << 30)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/run/rollout/", "/run//rollout", "//run/rollout", "/run/x/../rollout/.", "run/rollout"],
+)
+def test_no_way_to_write_a_mount_path_evades_ours(path: str):
+    mounts = [{"name": "mine", "mountPath": path}, {"name": "mine", "mountPath": "/run/other/"}]
+    for kind, name in (("containers", "engine"), ("initContainers", "weights")):
+        template = {"spec": {kind: [{"name": name, "volumeMounts": mounts}]}}
+        made = by_name(build(template=template)["spec"][kind], name)["volumeMounts"]
+        assert [m["mountPath"] for m in made if m["name"] == "mine"] == ["/run/other/"]
 
 
 def test_building_changes_no_template():
@@ -394,6 +408,18 @@ def test_tensor_parallel_follows_the_gpus(gpus: int, given: list[str], expected:
             "template.spec.containers[engine].volumeMounts[0]: an object is expected",
         ),
         (
+            {"spec": {"containers": [{"name": "engine", "volumeMounts": [{"mountPath": ["a"]}]}]}},
+            "template.spec.containers[engine].volumeMounts[0].mountPath: a string is expected",
+        ),
+        (
+            {"spec": {"containers": [{"name": "other", "env": [{"name": []}]}]}},
+            "template.spec.containers[other].env[0].name: a string is expected",
+        ),
+        (
+            {"spec": {"containers": [{"name": "engine", "ports": [{"containerPort": {}}]}]}},
+            "template.spec.containers[engine].ports[0].containerPort: a whole number is expected",
+        ),
+        (
             {
                 "spec": {
                     "initContainers": [
@@ -409,6 +435,56 @@ def test_a_wrong_template_names_its_field(template: Any, words: str):
     with pytest.raises(TemplateError, match="template") as caught:
         build(template=template)
     assert words in str(caught.value)
+
+
+values: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, 0, 1.5, "", "engine", "/dev/shm", [], ["a"], {}, {"limits": {"memory": []}}, [{}]]
+)
+
+
+def lists_of(key: str) -> st.SearchStrategy[Any]:
+    return values | st.lists(st.fixed_dictionaries({key: values}), min_size=1, max_size=2)
+
+
+containers = st.fixed_dictionaries(
+    {"name": st.sampled_from(["engine", "weights", "other"])},
+    optional={
+        "env": lists_of("name"),
+        "ports": lists_of("containerPort"),
+        "volumeMounts": lists_of("mountPath"),
+        "resources": values,
+        "securityContext": values,
+        "image": values,
+    },
+)
+parts = values | st.lists(containers, min_size=1, max_size=2)
+pod_specs = st.fixed_dictionaries(
+    {},
+    optional={
+        "containers": parts,
+        "initContainers": parts,
+        "volumes": lists_of("name"),
+        "securityContext": values,
+        "hostname": values,
+    },
+)
+metas = st.fixed_dictionaries({"labels": values, "annotations": values})
+templates = st.fixed_dictionaries({"spec": values | pod_specs}) | st.fixed_dictionaries(
+    {"metadata": values | metas}
+)
+
+
+@settings(max_examples=500)
+@given(template=templates, gpus=st.sampled_from([0, 1]))
+def test_whatever_a_template_holds_there_is_a_pod_or_a_reason(template: Any, gpus: int):
+    try:
+        made = build(template=template, gpus=gpus)
+    except TemplateError as error:
+        reason = str(error)
+    else:
+        reason = ""
+        assert by_name(made["spec"]["containers"], "engine")["command"][0] == "rollout-pod"
+    assert not reason or reason.startswith("template.")
 
 
 def hashed(**spec: Any) -> str:

@@ -115,6 +115,7 @@ class Passes:
     def __init__(self, *answers: Next | Exception | None) -> None:
         self.answers = list(answers)
         self.fresh: list[bool] = []
+        self.reported: list[Exception] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -125,6 +126,10 @@ class Passes:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    async def report(self, key: Any, error: Exception) -> None:
+        self.reported.append(error)
+        raise KubeError(500, "not", "now")
 
 
 async def _passes(passes: Passes, count: int) -> None:
@@ -138,7 +143,7 @@ KEY = ("ns", "x")
 
 async def test_wakes_during_a_pass_make_one_more():
     passes = Passes()
-    workers = Workers(passes, metrics=Metrics())
+    workers = Workers(passes, report=passes.report, metrics=Metrics())
     passes.gate.clear()
     workers.wake(KEY)
     await _passes(passes, 1)
@@ -154,7 +159,7 @@ async def test_wakes_during_a_pass_make_one_more():
 
 async def test_the_clock_wakes_without_trust_in_the_cache():
     passes = Passes(Next(delay=0.01), Next(delay=0.01, fresh=False))
-    workers = Workers(passes, metrics=Metrics())
+    workers = Workers(passes, report=passes.report, metrics=Metrics())
     workers.wake(KEY)
     await _passes(passes, 3)
     assert passes.fresh == [False, True, False]
@@ -164,16 +169,18 @@ async def test_the_clock_wakes_without_trust_in_the_cache():
 @pytest.mark.parametrize("error", [KubeError(500, "x", "y"), RuntimeError("a bug")])
 async def test_a_pass_that_fails_is_tried_again_afresh(error: Exception):
     passes = Passes(error)
-    workers = Workers(passes, metrics=Metrics())
+    workers = Workers(passes, report=passes.report, metrics=Metrics())
     workers.wake(KEY)
     await _passes(passes, 2)
     assert passes.fresh == [False, True]
+    # an API server in trouble is no fault of ours, and could not be told of it
+    assert passes.reported == ([] if isinstance(error, KubeError) else [error])
     await workers.stop()
 
 
 async def test_a_worker_ends_with_its_replica_and_comes_back_with_it():
     passes = Passes(None, None)
-    workers = Workers(passes, metrics=Metrics())
+    workers = Workers(passes, report=passes.report, metrics=Metrics())
     workers.wake(KEY)
     await _passes(passes, 1)
     async with asyncio.timeout(5):
@@ -187,7 +194,7 @@ async def test_a_worker_ends_with_its_replica_and_comes_back_with_it():
 async def test_a_worker_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rollout_operator.workers.PASS_DEADLINE_S", -1.0)
     passes = Passes(Next(delay=0))
-    workers = Workers(passes, metrics=Metrics())
+    workers = Workers(passes, report=passes.report, metrics=Metrics())
     assert workers.overdue() is None
     workers.wake(KEY)
     late = workers.overdue()

@@ -11,7 +11,7 @@ from rollout_operator.api.status import ReplicaStatus
 from rollout_operator.apply.events import transitions
 from rollout_operator.plan.observed import Report, Seen
 from rollout_operator.plan.plan import make_plan
-from rollout_operator.plan.status import render_status
+from rollout_operator.plan.status import render_failure, render_status
 from rollout_pod.protocol import (
     GateState,
     PodPhase,
@@ -411,6 +411,76 @@ def test_an_engine_that_failed_stays_failed_until_it_is_up():
     other = replace(replica(generation=4), status=failed)
     silent = seen(pod(ready=False), report=Report(error="refused", failing_for=1))
     assert facts(render(other, silent))["Ready"] == ("False", "EngineStarting")
+
+
+def messages(status: ReplicaStatus) -> dict[str, str]:
+    return {c.type: c.message for c in status.conditions}
+
+
+@pytest.mark.parametrize(
+    ("mode", "pausing", "ready", "paused"),
+    [
+        ("Abort", "are being returned", "paused at base", "no request is in the engine"),
+        ("Keep", "are being held", "paused at base; requests are kept", "requests are kept in"),
+        (
+            "Drain",
+            "may end by themselves, for 7 s",
+            "paused at base",
+            "no request is in the engine",
+        ),
+    ],
+)
+def test_a_pause_says_what_becomes_of_requests(mode: str, pausing: str, ready: str, paused: str):
+    wanted = replica(paused=True, interruption={"mode": mode, "timeoutSeconds": 7})
+    closing = {"phase": PodPhase.PAUSING, "gate": GateState.CLOSED, "unfinished": 3}
+    status = render(wanted, seen(pod(), state(**closing)))
+    assert facts(status)["Ready"] == ("False", "Pausing")
+    assert facts(status)["Paused"] == ("False", "Pausing")
+    assert pausing in messages(status)["Ready"]
+    left = 3 if mode == "Keep" else 0
+    status = render(wanted, seen(pod(), state(**PAUSED, unfinished=left)))
+    assert facts(status)["Ready"] == ("True", "Paused")
+    assert facts(status)["Paused"] == ("True", "Paused")
+    assert messages(status)["Ready"] == ready
+    assert paused in messages(status)["Paused"]
+
+
+@pytest.mark.parametrize(("held", "words"), [("base", "base is held"), (None, "nothing is served")])
+def test_a_rejection_says_why_and_what_is_held(held: str | None, words: str):
+    rejected = WeightsRef.model_validate({"version": "step-1", "source": {"path": "/ckpt/step-1"}})
+    said = state(
+        held, desired_version="step-1", rejected=rejected, rejected_message="wrong shape of w"
+    )
+    status = render(asks(), seen(pod(ready=held is not None), said))
+    assert facts(status)["Ready"] == ("False", "UpdateFailed")
+    assert f"wrong shape of w; {words}" in messages(status)["Ready"]
+    assert facts(status)["Available"][0] == ("True" if held else "False")
+
+
+def test_the_source_of_what_was_committed_is_the_pods_word_for_it():
+    # the spec names another folder by now, which nobody has loaded
+    moved = replica(weightVersion="step-1", weights={"source": {"path": "/moved/{version}"}})
+    committed = render(moved, seen(pod(), state("step-1"))).dump()["lastCommitted"]
+    assert committed == {"version": "step-1", "source": {"path": "/ckpt/step-1"}}
+    under_way = state("base", desired_version="step-1", update=update(UpdatePhase.COMMITTING))
+    assert render(moved, seen(pod(), under_way)).dump()["lastCommitted"] == {"version": "base"}
+
+
+def test_a_fault_of_the_operator_is_news_once():
+    known = replica(status=render(replica(), seen(pod(), state())).dump())
+    failed = render_failure(known, TypeError("x" * 10**5), NOW + 60)
+    assert facts(failed)["Ready"] == ("False", "InternalError")
+    assert facts(failed)["Available"] == ("True", "Serving")
+    assert tuple(facts(failed)) == KINDS
+    assert 'event "pass failed"' in messages(failed)["Ready"]
+    assert failed.conditions[0].last_transition_time == "2027-01-15T08:01:00Z"
+    again = replace(known, status=failed)
+    assert render_failure(again, TypeError("another"), NOW + 90) == failed
+    assert "KeyError: 'y'" in messages(render_failure(again, KeyError("y"), NOW + 90))["Ready"]
+    later = replace(again, generation=4)
+    assert render_failure(later, TypeError("another"), NOW + 90).observed_generation == 4
+    # of a replica that has no status yet
+    assert len(render_failure(replica(), TypeError("x"), NOW).conditions) == 3
 
 
 def test_what_was_committed_last_outlives_the_pod():

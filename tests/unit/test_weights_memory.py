@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,25 @@ def test_attached_memory_is_the_owners_and_writes_stay_private(tmp_path: Path) -
     assert seen.map[:5] == b"again", "whoever has it mapped keeps it"
     seen.close()
     segment.close()
+
+
+def test_a_withdrawn_segment_gives_its_pages_back_under_a_read(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        segment = Segment.create(Path(memory), "s", 1 << 20)
+        source = tmp_path / "source"
+        source.write_bytes(b"x" * 4096)
+        witness = os.open(segment.path, os.O_RDONLY)
+        fd = os.open(source, os.O_RDONLY)
+        with memoryview(segment.map) as view:
+            segment.withdraw()
+            assert os.listdir(memory) == []
+            assert os.fstat(witness).st_blocks == 0
+            with pytest.raises(OSError, match="Bad address"):
+                os.preadv(fd, [view[:4096]], 0)
+            assert os.fstat(witness).st_blocks == 0
+        os.close(fd)
+        os.close(witness)
+        segment.withdraw()
 
 
 @pytest.mark.parametrize("name", ["../s", "a/b", ".s", "", "..", "s2", "empty", "link", "dir"])
@@ -100,6 +120,11 @@ def test_slots_keep_two_versions(tmp_path: Path) -> None:
     with pytest.raises(RoomError, match=r"needs 60001 bytes.* 40000 hold 'one'.*at least 100001"):
         slots.obtain(key("five"), 60_001)
     assert slots.all == (one,), "the next one has made way"
+    assert slots.probe is one.segment
+    five = slots.obtain(key("five"), 60_000)
+    slots.withdraw(one)
+    slots.withdraw(five)
+    assert (slots.all, slots.used) == ((one,), 40_000), "only what was never ready"
     slots.commit(four)
     assert slots.committed is one, "what is gone cannot be committed"
     slots.close()

@@ -1,6 +1,8 @@
 """Folders of safetensors, whole and broken."""
 
 import json
+import os
+import socket
 import threading
 from pathlib import Path
 
@@ -81,6 +83,15 @@ GOOD = {"a": entry("F32", [2], 0, 8), "b": entry("U8", [3], 8, 11)}
         (file_of({"a": entry("F32", [-2], 0, 8)}, b"x" * 8), "bad header entry", False),
         (file_of({"a": entry("F32", [True], 0, 4)}, b"x" * 4), "bad header entry", False),
         (file_of({"a": entry("F32", 2, 0, 8)}, b"x" * 8), "bad header entry", False),
+        (file_of({"a": {"dtype": ["F32"]} | {"shape": [2], "data_offsets": [0, 8]}}), "bad", False),
+        (file_of(b'{"a": ' + b"[" * 200_000), "bad header", False),
+        (file_of(b'{"a": {"x": ' * 100_000), "bad header", False),
+        (file_of({"": entry("U8", [1], 0, 1)}, b"x"), "a tensor's name '' is empty", False),
+        (file_of(b'{"\\ud800": {}}'), r"a tensor's name '\ud800' is", False),
+        (file_of({"a" * 5000: entry("U8", [1], 0, 1)}, b"x"), "longer than 4096", False),
+        (file_of({"a": entry("U8", [10**4000], 0, 1)}, b"x"), "bad header entry", False),
+        (file_of({"a": entry("U8", [2**62] * 64, 0, 1)}, b"x"), "has 1 bytes, U8", False),
+        (file_of({"a": entry("U8", [1] * 65, 0, 1)}, b"x"), "bad header entry", False),
         (file_of({"a": entry("F4", [2], 0, 1)}, b"x"), "dtype 'F4', known are BOOL", False),
         (file_of({"a": entry("F32", [2], 0, 7)}, b"x" * 7), "has 7 bytes, F32 [2] takes 8", False),
         (
@@ -131,6 +142,12 @@ def test_no_damage_raises_anything_else(tmp_path_factory, data) -> None:
         (b"{}", "has no weight_map"),
         (b'{"weight_map": {"a": "../x.safetensors"}}', "no plain file name"),
         (b'{"weight_map": {"a": 1}}', "no plain file name"),
+        (b'{"weight_map": {"a": ".."}}', "no plain file name"),
+        (b'{"weight_map": {"a": "x\\u0000.safetensors"}}', "no plain file name; write it"),
+        (b'{"weight_map": {"a": "\\ud800"}}', "no plain file name"),
+        (b'{"weight_map": {"a": "%s"}}' % (b"x" * 256), "no plain file name"),
+        (b"[" * 200_000, "cannot be read.*write it anew"),
+        (b"\xff", "cannot be read"),
         (b'{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors: missing"),
         (b'{"weight_map": {"z": "model.safetensors"}}', "lacks tensor 'z'"),
     ],
@@ -140,6 +157,66 @@ def test_broken_index(tmp_path: Path, index: bytes, words: str) -> None:
     (tmp_path / INDEX).write_bytes(index)
     with pytest.raises(SourceError, match=words):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device", "link to a pipe"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    folder = tmp_path / "v"
+    write_checkpoint(folder, {"a": torch.zeros(1)})
+    file = folder / name
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            here = os.open(folder, os.O_RDONLY)
+            bound.bind(f"/proc/self/fd/{here}/{name}")
+            os.close(here)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        os.mkfifo(tmp_path / "pipe")
+        file.symlink_to(tmp_path / "pipe")
+    with pytest.raises(SourceError, match=f"{name}: .*is no regular file"):
+        open_checkpoint(folder)
+
+
+def test_a_pipe_that_takes_the_place_of_a_checked_file(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, {"a": torch.zeros(1000)})
+    checkpoint = open_checkpoint(path)
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+    with pytest.raises(SourceError, match="is no regular file"):
+        read_tensors(
+            checkpoint, memoryview(bytearray(4096)), [0], progress=lambda _: None,
+            cancel=threading.Event(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/tmp/" + "x" * 300, "File name too long; use a shorter path"),
+        ("/tmp" + "/x" * 3000, "File name too long; use a shorter path"),
+        ("/tmp/\0", "is no possible path"),
+        ("/tmp/\ud800", "is no possible path"),
+        ("/dev/null/x", "does not exist"),
+    ],
+)
+def test_impossible_paths(path: str, words: str) -> None:
+    with pytest.raises(SourceError, match=words) as caught:
+        open_checkpoint(Path(path))
+    str(caught.value).encode()
+
+
+def test_a_name_that_is_no_text_can_be_spoken_of(tmp_path: Path) -> None:
+    os.mkfifo(os.fsencode(tmp_path) + b"/\xff.safetensors")
+    with pytest.raises(SourceError, match=r"\\udcff.safetensors: is no regular") as caught:
+        open_checkpoint(tmp_path)
+    str(caught.value).encode()
 
 
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """What the operator does when something is lost, late, refused or not its own."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from tests.support.fake_apiserver import Fault, Json, Refused
-from tests.support.operator_kit import bench, running_status
+from rollout_operator.plan.plan import make_plan
+from tests.support.fake_apiserver import Fault, Json, Refused, Request
+from tests.support.operator_kit import Bench, bench, running_status
 
 SOURCE = {"source": {"path": "/ckpt/{version}"}}
 
@@ -97,6 +101,69 @@ async def test_an_operator_behind_the_times_reads_afresh_and_destroys_nothing():
         assert not [w for w in b.server.writes() if w.startswith("DELETE")]
 
 
+def _other_model(b: Bench) -> None:
+    b.patch(model="other")
+
+
+def _made_anew(b: Bench) -> None:
+    b.server.remove("rolloutreplicas", "qwen")
+    b.apply(model="other")
+
+
+@pytest.mark.parametrize("meanwhile", [_other_model, _made_anew])
+async def test_no_pod_is_made_for_a_spec_that_is_not_the_newest(
+    meanwhile: Callable[[Bench], None],
+):
+    async with bench() as b:
+        await b.serving()
+        start = len(b.server.requests)
+        b.server.muted = {"rolloutreplicas", "services"}
+        meanwhile(b)
+        b.server.remove("pods", "qwen-0")
+        await b.until(lambda: b.server.get("pods", "qwen-0"))
+        await b.quiet()
+        (made,) = [r.body for r in b.server.requests[start:] if str(r) == "POST pods"]
+        assert "other" in made["spec"]["containers"][0]["args"]
+        replica = b.server.get("rolloutreplicas", "qwen")
+        assert made["metadata"]["ownerReferences"][0]["uid"] == replica["metadata"]["uid"]
+
+
+async def test_no_pod_is_made_for_a_replica_that_is_going():
+    async with bench() as b:
+        await b.serving()
+        start = len(b.server.requests)
+        b.server.muted = {"rolloutreplicas"}
+        going = {"deletionTimestamp": "2027-01-01T00:00:00Z"}
+        b.server.change("rolloutreplicas", "qwen", {"metadata": going})
+        b.server.remove("pods", "qwen-0")
+        await b.until(lambda: b.status()["phase"] == "Terminating")
+        await b.quiet()
+        assert "POST pods" not in b.server.writes(start)
+
+
+async def test_no_pod_is_destroyed_for_a_spec_that_is_not_the_newest():
+    async with bench() as b:
+        admin = await b.serving()
+        start = len(b.server.requests)
+        changed_back = False
+
+        def change_back(request: Request) -> bool:
+            # after the plan was made, before it is done
+            nonlocal changed_back
+            if not changed_back and str(request) == "GET rolloutreplicas/qwen":
+                changed_back = True
+                b.patch(model="m")
+            return False
+
+        b.server.faults.append(Fault(change_back, 500))
+        b.patch(model="other")
+        b.server.muted = {"rolloutreplicas"}
+        await b.until(lambda: admin.documents[-1].generation == 3)
+        await b.quiet()
+        assert changed_back
+        assert not [w for w in b.server.writes(start) if w.startswith("DELETE")]
+
+
 @pytest.mark.parametrize(
     ("resource", "name"),
     [
@@ -152,12 +219,51 @@ async def test_a_bad_template_does_not_cost_the_pod_that_works():
         assert not [w for w in b.server.writes(start) if w.startswith("DELETE")]
 
 
-async def test_a_template_of_the_wrong_shape_names_the_field():
+@pytest.mark.parametrize(
+    ("container", "field"),
+    [
+        ({"image": "x"}, "containers[0].name"),
+        ({"name": "engine", "env": [{"name": []}]}, "containers[engine].env[0].name"),
+    ],
+)
+async def test_a_template_of_the_wrong_shape_names_the_field(container: Json, field: str):
     async with bench() as b:
-        b.apply(template={"spec": {"containers": [{"image": "x"}]}})
+        b.apply(template={"spec": {"containers": [container]}})
         await b.ready("InvalidTemplate", "False")
         ready = next(c for c in b.status()["conditions"] if c["type"] == "Ready")
-        assert "spec.template.spec.containers[0].name" in ready["message"]
+        assert f"spec.template.spec.{field}" in ready["message"]
+
+
+async def test_a_fault_of_the_operator_is_told_once_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    failures = 0
+
+    def faulty(replica: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal failures
+        if replica.spec.paused:
+            failures += 1
+            raise TypeError(f"unhashable, for the time {failures}")
+        return make_plan(replica, *args, **kwargs)
+
+    monkeypatch.setattr("rollout_operator.reconcile.make_plan", faulty)
+    async with bench() as b:
+        await b.serving()
+        start = len(b.server.requests)
+        b.patch(paused=True)
+        await b.ready("InternalError", "False")
+        await b.until(lambda: failures == 3)
+        await b.until(lambda: ("Warning", "InternalError") in b.server.events())
+        assert b.server.writes(start) == ["PATCH rolloutreplicas/qwen/status"]
+        assert b.condition("Reconciling") == ("True", "InternalError")
+        assert b.condition("Stalled") == ("False", "NotStalled")
+        assert b.condition("Available") == ("True", "Serving")
+        ready = next(c for c in b.status()["conditions"] if c["type"] == "Ready")
+        assert ready["message"].startswith("TypeError: unhashable, for the time 1;")
+        assert ready["observedGeneration"] == 2
+        b.patch(paused=False)
+        await b.ready("Serving")
+        assert b.server.events().count(("Warning", "InternalError")) == 1
 
 
 async def test_a_spec_that_cannot_be_understood():
@@ -229,6 +335,19 @@ async def test_a_token_that_changed_is_read_again():
         b.server.change("secrets", "qwen-admin", {"data": {"token": "YW5vdGhlcg=="}})
         await b.ready("Paused")
         assert not [w for w in b.server.writes() if w.startswith("DELETE")]
+
+
+async def test_a_deleted_secret_is_made_anew_before_the_next_pod():
+    async with bench() as b:
+        await b.serving()
+        start, token = len(b.server.requests), b.token()
+        b.server.remove("secrets", "qwen-admin")
+        b.server.remove("pods", "qwen-0")
+        await b.run_pod()
+        await b.ready("Serving")
+        writes = b.server.writes(start)
+        assert writes.index("POST secrets") < writes.index("POST pods")
+        assert b.token() != token
 
 
 async def test_a_deleted_service_comes_back():

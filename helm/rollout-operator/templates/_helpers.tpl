@@ -54,7 +54,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   verbs: [get, list, watch]
 - apiGroups: [rollout.dev]
   resources: [rolloutreplicas/status]
-  verbs: [get, patch]
+  verbs: [patch]
 # where the API server asks who may set blockOwnerDeletion
 - apiGroups: [rollout.dev]
   resources: [rolloutreplicas/finalizers]
@@ -64,12 +64,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
   resources: [services]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch]
 # no list: one secret's name does not lead to the others
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create, get, patch]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- end }}

@@ -42,6 +42,7 @@ class Reason(StrEnum):
     POD_UNREACHABLE = "PodUnreachable"
     UNAUTHORIZED = "Unauthorized"
     DOCUMENT_REFUSED = "DocumentRefused"
+    INTERNAL_ERROR = "InternalError"
     # on the way
     WAITING_FOR_PREDECESSOR = "WaitingForPredecessor"
     POD_CREATING = "PodCreating"

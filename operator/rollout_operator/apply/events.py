@@ -31,6 +31,7 @@ _WARNINGS: Final = frozenset(
         Reason.POD_UNREACHABLE,
         Reason.UNAUTHORIZED,
         Reason.DOCUMENT_REFUSED,
+        Reason.INTERNAL_ERROR,
         Reason.POISONED,
     }
 )

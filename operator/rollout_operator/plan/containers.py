@@ -72,7 +72,11 @@ def engine(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: st
         ),
         "resources": resources,
         "volumeMounts": merge.override(
-            theirs.get("volumeMounts"), mounts, key="mountPath", where=f"{where}.volumeMounts"
+            theirs.get("volumeMounts"),
+            mounts,
+            key="mountPath",
+            where=f"{where}.volumeMounts",
+            alike=merge.same_path,
         ),
         "startupProbe": _probe(
             "/startupz",
@@ -116,6 +120,7 @@ def weights(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: s
             _shared_mounts(),
             key="mountPath",
             where=f"{where}.volumeMounts",
+            alike=merge.same_path,
         ),
     }
 

@@ -4,7 +4,7 @@ from typing import Final
 
 from rollout_operator.api.conditions import ConditionType, Reason
 from rollout_operator.api.replica import Replica
-from rollout_operator.api.spec import RolloutSpec
+from rollout_operator.api.spec import Interruption, InterruptionMode, RolloutSpec
 from rollout_operator.plan.actions import Verdict
 from rollout_operator.plan.document import wanted_version
 from rollout_operator.plan.observed import ContainerSeen, PodSeen, Report, Seen
@@ -196,9 +196,11 @@ def _update_trouble(target: str, state: StateDocument) -> Verdict | None:
     update = state.update
     if state.rejected is not None and state.rejected.version == target:
         text = state.rejected_message or "no reason given"
+        held = f"{state.weight_version} is held" if state.weight_version else "nothing is served"
         return Verdict(
             reason=Reason.UPDATE_FAILED,
-            message=f"{target} was rejected: {text}. Mend the source and set another weightVersion",
+            message=f"{target} was rejected: {text}; {held}. Mend the source and set another "
+            "weightVersion",
             stalled=True,
         )
     if (
@@ -217,7 +219,7 @@ def _update_trouble(target: str, state: StateDocument) -> Verdict | None:
 
 def _gate(spec: RolloutSpec, pod: PodSeen, state: StateDocument) -> Verdict:
     if spec.paused and state.phase is not PodPhase.PAUSED:
-        return Verdict(reason=Reason.PAUSING, message="requests in flight are being returned")
+        return Verdict(reason=Reason.PAUSING, message=_pausing(spec.interruption))
     if not spec.paused and state.phase is not PodPhase.SERVING:
         return Verdict(reason=Reason.RESUMING, message="the gate is about to open")
     if not (state.ready and pod.ready):
@@ -226,5 +228,19 @@ def _gate(spec: RolloutSpec, pod: PodSeen, state: StateDocument) -> Verdict:
             message=f"pod {pod.name} is up; its readiness probe has yet to see it",
         )
     if spec.paused:
-        return Verdict(reason=Reason.PAUSED, message=f"paused at {state.weight_version}")
+        kept = "; requests are kept" if spec.interruption.mode is InterruptionMode.KEEP else ""
+        return Verdict(reason=Reason.PAUSED, message=f"paused at {state.weight_version}{kept}")
     return Verdict(reason=Reason.SERVING, message=f"serves {state.weight_version}")
+
+
+def _pausing(interruption: Interruption) -> str:
+    match interruption.mode:
+        case InterruptionMode.ABORT:
+            return "requests in flight are being returned"
+        case InterruptionMode.KEEP:
+            return "requests in flight are being held"
+        case InterruptionMode.DRAIN:
+            return (
+                "requests in flight may end by themselves, for "
+                f"{interruption.timeout_seconds} s at most"
+            )

@@ -22,6 +22,12 @@ JsonObject = dict[str, Any]
 USER: Final = 10001
 GRACE_MARGIN_S: Final = 15
 """Beyond the drain: for aborting what is left and for the engine's own end."""
+SHM_MARGIN: Final = 1 << 30
+"""Bytes of the shared volume beyond ``weights.hostMemory``.
+
+The agent may fill ``hostMemory`` to the last byte, and vLLM (its message rings, up to 240 MiB each)
+and NCCL keep theirs in the same volume. A limit reserves nothing: too much of it costs nothing.
+"""
 
 
 def pod_hash(spec: RolloutSpec) -> str:
@@ -56,8 +62,9 @@ def secret(replica: Replica) -> JsonObject:
 
 def services(replica: Replica) -> tuple[JsonObject, JsonObject]:
     """Build the Service for callers and the headless one for the pods' DNS names."""
-    data = {"name": "data", "port": DATA_PORT, "protocol": "TCP", "targetPort": "data"}
-    admin = {"name": "admin", "port": ADMIN_PORT, "protocol": "TCP", "targetPort": "admin"}
+    # by number: a name would lead to the first container that has a port of that name
+    data = {"name": "data", "port": DATA_PORT, "protocol": "TCP", "targetPort": DATA_PORT}
+    admin = {"name": "admin", "port": ADMIN_PORT, "protocol": "TCP", "targetPort": ADMIN_PORT}
     ours = {names.REPLICA_LABEL: replica.name, names.MANAGED_BY_LABEL: names.MANAGER}
     return (
         {
@@ -177,7 +184,7 @@ def _with_env(container: JsonObject, env: list[JsonObject], kind: str) -> JsonOb
 
 
 def _volumes(replica: Replica, spec: RolloutSpec) -> list[JsonObject]:
-    size = str(parse_bytes(spec.weights.host_memory))
+    size = str(parse_bytes(spec.weights.host_memory) + SHM_MARGIN)
     field = {"apiVersion": "v1", "fieldPath": f"metadata.annotations['{DESIRED_ANNOTATION}']"}
     secret_source = {"secretName": names.secret_name(replica.name), "defaultMode": 0o440}
     return [

@@ -13,6 +13,7 @@ from rollout_operator.api.conditions import (
     shorten,
 )
 from rollout_operator.api.replica import Replica
+from rollout_operator.api.spec import InterruptionMode
 from rollout_operator.api.status import (
     CommittedSource,
     LastCommitted,
@@ -34,6 +35,7 @@ _ON_THE_WAY: Final = {
 }
 """Steps of milliseconds are no news: each would be a write."""
 _OVER: Final = (UpdatePhase.COMMITTED, UpdatePhase.REJECTED)
+_MAX_ERROR: Final = 1024
 
 
 def render_status(replica: Replica, seen: Seen, plan: Plan, now: float) -> ReplicaStatus:
@@ -63,6 +65,53 @@ def render_status(replica: Replica, seen: Seen, plan: Plan, now: float) -> Repli
     )
 
 
+def render_failure(replica: Replica, error: Exception, now: float) -> ReplicaStatus:
+    """Return the status of a replica that the operator fails at, for a reason nobody foresaw.
+
+    What is known of the pod stays. Equal to the present status where this error is told already.
+    """
+    previous = replica.status
+    kind = type(error).__name__
+    before = previous.condition(ConditionType.READY)
+    if (
+        before is not None
+        and (before.reason, before.observed_generation)
+        == (Reason.INTERNAL_ERROR, replica.generation)
+        and before.message.startswith(f"{kind}: ")
+    ):
+        # its text may differ each time, by an address for one: no news
+        return previous
+    text = (
+        f"{kind}: {shorten(str(error) or 'no text', _MAX_ERROR)}; the operator cannot go on with "
+        "this replica and tries again. This is a fault of the operator: its log has the traceback "
+        '(event "pass failed")'
+    )
+    values: dict[ConditionType, tuple[Truth, Reason, str]] = {
+        ConditionType.READY: ("False", Reason.INTERNAL_ERROR, text),
+        ConditionType.RECONCILING: ("True", Reason.INTERNAL_ERROR, text),
+        ConditionType.STALLED: ("False", Reason.NOT_STALLED, ""),
+    }
+    failing = tuple(_condition(replica, kind, *value, now) for kind, value in values.items())
+    others = tuple(c for c in previous.conditions if c.type not in values)
+    return previous.model_copy(
+        update={"observed_generation": replica.generation, "conditions": failing + others}
+    )
+
+
+def _condition(
+    replica: Replica, kind: ConditionType, value: Truth, reason: Reason, message: str, now: float
+) -> Condition:
+    new = Condition(
+        type=kind,
+        status=value,
+        reason=reason,
+        message=shorten(message),
+        observed_generation=replica.generation,
+        last_transition_time=rfc3339(now),
+    )
+    return settle(new, replica.status.condition(kind))
+
+
 def _phase(pod: PodSeen | None, state: StateDocument | None, verdict: Verdict) -> str:
     if pod is not None and pod.deleting:
         return "Draining"
@@ -86,18 +135,9 @@ def _conditions(
     unknown = verdict.reason is Reason.POD_UNREACHABLE and pod is not None and pod.ready
     working = not ready and not verdict.stalled
     text = verdict.message
-    stamp = rfc3339(now)
 
     def condition(kind: ConditionType, value: Truth, reason: Reason, message: str) -> Condition:
-        new = Condition(
-            type=kind,
-            status=value,
-            reason=reason,
-            message=shorten(message),
-            observed_generation=replica.generation,
-            last_transition_time=stamp,
-        )
-        return settle(new, replica.status.condition(kind))
+        return _condition(replica, kind, value, reason, message, now)
 
     return (
         condition(
@@ -138,7 +178,10 @@ def _available(
 
 def _paused(replica: Replica, state: StateDocument | None) -> tuple[Truth, Reason, str]:
     if state is not None and state.phase is PodPhase.PAUSED:
-        return "True", Reason.PAUSED, "the gate is closed; no request is in the engine"
+        spec = replica.spec
+        keeps = spec is not None and spec.interruption.mode is InterruptionMode.KEEP
+        held = "requests are kept in the engine" if keeps else "no request is in the engine"
+        return "True", Reason.PAUSED, f"the gate is closed; {held}"
     if replica.spec is not None and replica.spec.paused:
         return "False", Reason.PAUSING, "spec.paused has yet to take effect"
     return "False", Reason.NOT_PAUSED, ""

@@ -1,6 +1,7 @@
 """Merges a person's pod template with what the operator must have."""
 
-from collections.abc import Mapping, Sequence
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -62,18 +63,35 @@ def put(items: list[JsonObject], entry: JsonObject) -> list[JsonObject]:
     return [entry, *items]
 
 
-def override(theirs: Any, ours: Sequence[JsonObject], *, key: str, where: str) -> list[JsonObject]:
+def same_path(path: str) -> str:
+    """Return the one way to write ``path`` inside a container, as kubelet understands it."""
+    return posixpath.normpath("/" + path.lstrip("/"))
+
+
+def override(
+    theirs: Any,
+    ours: Sequence[JsonObject],
+    *,
+    key: str,
+    where: str,
+    alike: Callable[[Any], Any] = lambda value: value,
+) -> list[JsonObject]:
     """Return our entries and then theirs whose ``key`` none of ours has.
 
+    ``alike`` maps the ways to write a key to one of them.
+
     Raises:
-        TemplateError: ``theirs`` is no list of objects.
+        TemplateError: ``theirs`` is no list of objects, or the key of one is of another type.
     """
-    taken = {item[key] for item in ours}
+    taken = {alike(item[key]) for item in ours}
+    wanted, words = (int, "a whole number") if key == "containerPort" else (str, "a string")
     rest = []
     for index, item in enumerate(_list(theirs, where)):
         if not isinstance(item, dict):
             raise TemplateError(f"{where}[{index}]: an object is expected")
-        if item.get(key) not in taken:
+        if not isinstance(item.get(key), wanted):
+            raise TemplateError(f"{where}[{index}].{key}: {words} is expected")
+        if alike(item[key]) not in taken:
             rest.append(item)
     return [*ours, *rest]
 

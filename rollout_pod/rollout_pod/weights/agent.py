@@ -5,28 +5,36 @@ import fcntl
 import logging
 import os
 import secrets
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import zmq
 import zmq.asyncio
 
 from rollout_pod.weights import agent_wire, transport
-from rollout_pod.weights.headers import SourceError
-from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.segment import RoomError
-from rollout_pod.weights.sender import ManifestError, RanksError, TransferFailed
+from rollout_pod.weights.agent_failures import failed, failure, reports, unknown
+from rollout_pod.weights.reading import Readers
 from rollout_pod.weights.slots import Slots
 from rollout_pod.weights.staging import Job, StagedResult
-from rollout_pod.weights.wire import Message, Report, WireError, encode, unpack
+from rollout_pod.weights.wire import Message, WireError, encode, unpack
 
 log = logging.getLogger(__name__)
 
 SOCKET: Final = "agent.sock"
 """In the run directory."""
 PROGRESS_S: Final = 0.5
-STOP_S: Final = 5.0
+DISCARD_S: Final = 5.0
+STOP_S: Final = 2.0
+"""A stopped agent ends after this, whatever hangs."""
+LINGER_S: Final = 0.5
+"""The last answers have to get out."""
+HUNG_MAX: Final = 8
+"""So many reads may hang at a time; each keeps threads and addresses. One more than that and the
+process ends, to be started afresh.
+"""
 
 
 class AgentError(Exception):
@@ -36,6 +44,9 @@ class AgentError(Exception):
 async def run_agent(run_dir: Path, shm_dir: Path, host_memory: int, stop: asyncio.Event) -> None:
     """Serve ``<run_dir>/agent.sock`` until ``stop`` is set, then remove all segments.
 
+    Ends the process, with code 0, where a thread hangs that the interpreter would wait for; with
+    code 1, and before ``stop``, when ``HUNG_MAX`` reads hang.
+
     Args:
         run_dir: shared with the engine's container; one agent at a time.
         shm_dir: the shared memory, mounted at the same place in the engine's container.
@@ -43,14 +54,33 @@ async def run_agent(run_dir: Path, shm_dir: Path, host_memory: int, stop: asynci
         stop: ends it.
 
     Raises:
-        AgentError: another agent holds ``run_dir``, or a folder is missing.
+        AgentError: another agent holds ``run_dir``, or a folder is missing or cannot be used.
     """
-    identity, lock = _hold(run_dir, shm_dir)
     try:
-        agent = _Agent(shm_dir, f"rollout-{identity}-", host_memory)
-        await agent.serve(run_dir / SOCKET, stop)
+        identity, lock = _hold(run_dir, shm_dir)
+    except OSError as error:
+        raise AgentError(f"--run-dir {run_dir}: {error}; it must be writable") from error
+    try:
+        try:
+            agent = _Agent(shm_dir, f"rollout-{identity}-", host_memory)
+        except OSError as error:
+            raise AgentError(f"--shm-dir {shm_dir}: {error}; it must be writable") from error
+        clean = await agent.serve(run_dir / SOCKET, stop)
     finally:
         os.close(lock)
+    if agent.worn.is_set():
+        _exit(1, f"{agent.readers.hung} reads hang; the agent exits to be started afresh")
+    if agent.readers.hung or not clean:
+        _exit(0, "the agent stops without waiting for what hangs")
+
+
+def _exit(code: int, last_line: str) -> NoReturn:
+    """End the process without joining its threads."""
+    log.critical(last_line)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _hold(run_dir: Path, shm_dir: Path) -> tuple[str, int]:
@@ -102,37 +132,57 @@ class _Agent:
         self._slots = Slots(shm_dir, prefix, host_memory)
         if self._slots.stale:
             log.info("removed %d segments of an agent before", len(self._slots.stale))
+        self.readers = Readers()
+        self.worn = asyncio.Event()
+        """Too many reads hang."""
         self._jobs: dict[str, Job] = {}
         self._latest = ""
         self._requests: set[asyncio.Task[None]] = set()
 
-    async def serve(self, path: Path, stop: asyncio.Event) -> None:
+    async def serve(self, path: Path, stop: asyncio.Event) -> bool:
+        """Until ``stop`` or ``worn``; False if something did not end within ``STOP_S``."""
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.ROUTER)
-        stopped = asyncio.create_task(stop.wait())
         try:
             transport.tune(socket)
             transport.bind(socket, path)
-            log.info("the weights agent listens on %s", path)
-            while not stop.is_set():
+        except (OSError, ValueError, zmq.ZMQError) as error:
+            context.destroy(linger=0)
+            raise AgentError(f"{path}: the agent cannot listen there: {error}") from error
+        log.info("the weights agent listens on %s", path)
+        ends = [asyncio.create_task(event.wait()) for event in (stop, self.worn)]
+        try:
+            while not (stop.is_set() or self.worn.is_set()):
                 receive = asyncio.ensure_future(socket.recv_multipart())
-                await asyncio.wait({receive, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({receive, *ends}, return_when=asyncio.FIRST_COMPLETED)
                 if not receive.done():
                     receive.cancel()
                     await asyncio.wait({receive})
                     break
                 self._accept(socket, receive.result())
         finally:
-            stopped.cancel()
-            await asyncio.wait({stopped})
-            for job in self._jobs.values():
-                if not await job.stop(STOP_S):
-                    log.error("session %s did not end within %s s", job.request.session, STOP_S)
-            if self._requests:
-                await asyncio.wait(self._requests, timeout=STOP_S)
+            for end in ends:
+                end.cancel()
+            await asyncio.wait(ends)
+            clean = await self._stop()
             self._slots.close()
-            context.destroy(linger=int(STOP_S * 1000))
+            context.destroy(linger=int(LINGER_S * 1000))
             transport.remove_socket(path)
+        return clean
+
+    async def _stop(self) -> bool:
+        deadline = time.monotonic() + STOP_S
+        jobs = list(self._jobs.values())
+        ended = await asyncio.gather(*(job.stop(STOP_S) for job in jobs), return_exceptions=True)
+        for job, how in zip(jobs, ended, strict=True):
+            if how is not True:
+                log.error("session %s did not end: %s", job.request.session, how or "it is late")
+        late: set[asyncio.Task[None]] = set()
+        if self._requests:
+            _, late = await asyncio.wait(
+                self._requests, timeout=max(deadline - time.monotonic(), 0)
+            )
+        return not late and all(how is True for how in ended)
 
     def _accept(self, socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
         task = asyncio.create_task(self._request(socket, frames))
@@ -145,16 +195,18 @@ class _Agent:
             request = agent_wire.decode_to_agent(raw)
         except WireError as error:
             caller = _Caller(socket, peer, _id_of(raw))
-            await caller.tell(_failed(caller.id, "protocol", str(error), retryable=False))
+            await caller.tell(failed(caller.id, "protocol", str(error), retryable=False))
             return
         caller = _Caller(socket, peer, request.id)
         try:
             reply = await self._answer(caller, request)
         except Exception as error:
-            reply = _failure(request, error)
+            reply = failure(request, error)
         if isinstance(reply, agent_wire.Failed):
             log.warning("%s: %s: %s", request.kind, reply.error, reply.message)
         await caller.tell(reply)
+        if self.readers.hung >= HUNG_MAX:
+            self.worn.set()
 
     async def _answer(self, caller: _Caller, request: agent_wire.ToAgent) -> agent_wire.Reply:
         if isinstance(request, agent_wire.Stage):
@@ -174,7 +226,7 @@ class _Agent:
             job, task = self._start(request)
         elif not _same(job.request, request):
             text = f"session {request.session!r} was staged with other contents; use a new id"
-            return _failed(request.id, "session", text, retryable=False)
+            return failed(request.id, "session", text, retryable=False)
         while True:
             await asyncio.wait({task}, timeout=PROGRESS_S)
             if task.done():
@@ -190,7 +242,7 @@ class _Agent:
 
     def _start(self, request: agent_wire.Stage) -> "tuple[Job, asyncio.Task[StagedResult]]":
         others = list(self._jobs.values())
-        job = Job(request, self._shm_dir, self._prefix, self._slots)
+        job = Job(request, self._shm_dir, self._prefix, self._slots, self.readers)
         self._jobs[request.session] = job
         self._latest = request.session
         task = job.stage_task = asyncio.create_task(
@@ -201,39 +253,35 @@ class _Agent:
     async def _end_all(self, jobs: list[Job], timeout: float) -> None:
         for job in jobs:
             if not await job.stop(timeout):
-                raise SourceError(
-                    f"{job.request.path}: reading it for session {job.request.session!r} hangs; "
-                    "is its file system reachable?",
-                    retryable=True,
-                )
+                raise TimeoutError(f"session {job.request.session!r} before this one does not end")
             if self._jobs.get(job.request.session) is job:
                 del self._jobs[job.request.session]
 
     async def _send(self, request: agent_wire.Send) -> agent_wire.Reply:
         job = self._jobs.get(request.session)
         if job is None or not job.staged:
-            return _unknown(request.id, request.session, "staged")
+            return unknown(request.id, request.session, "staged")
         if job.send_task is None:
             job.send_task = asyncio.create_task(job.send(request.timeout))
         await asyncio.wait({job.send_task})
         result = job.send_task.result()
         return agent_wire.SentReply(
             id=request.id, bytes=result.nbytes, seconds=result.seconds,
-            ranks=_reports(request.session, result.reports),
+            ranks=reports(request.session, result.reports),
         )  # fmt: skip
 
     def _commit(self, request: agent_wire.Committed) -> agent_wire.Reply:
         job = self._jobs.get(request.session)
         task = job.send_task if job is not None else None
         if job is None or job.slot is None or task is None or not task.done() or task.exception():
-            return _unknown(request.id, request.session, "sent")
+            return unknown(request.id, request.session, "sent")
         self._slots.commit(job.slot)
         return agent_wire.Done(id=request.id)
 
     async def _discard(self, request: agent_wire.Discard) -> agent_wire.Reply:
         job = self._jobs.get(request.session)
         if job is not None:
-            await job.stop(STOP_S)
+            await job.stop(DISCARD_S)
             if job.slot is not None and self._jobs.get(request.session) is job:
                 self._slots.drop(job.slot)
         return agent_wire.Done(id=request.id)
@@ -264,38 +312,3 @@ def _id_of(raw: bytes) -> int:
     except WireError:
         return 0
     return number if type(number) is int and 0 <= number < 1 << 63 else 0
-
-
-def _reports(session: str, reports: tuple[LoadReport, ...]) -> tuple[Report, ...]:
-    return tuple(Report.of(session, report) for report in reports)
-
-
-def _failed(id: int, error: Any, message: str, *, retryable: bool) -> agent_wire.Failed:
-    return agent_wire.Failed(id=id, error=error, message=message[:8000], retryable=retryable)
-
-
-def _unknown(id: int, session: str, what: str) -> agent_wire.Failed:
-    text = f"session {session!r} is not {what} here; stage it again"
-    return _failed(id, "session", text, retryable=True)
-
-
-def _failure(request: agent_wire.ToAgent, error: Exception) -> agent_wire.Failed:
-    """The answer that an exception stands for."""
-    id, text = request.id, str(error) or type(error).__name__
-    if isinstance(error, SourceError):
-        return _failed(id, "source", text, retryable=error.retryable)
-    if isinstance(error, RoomError):
-        return _failed(id, "room", text, retryable=error.retryable)
-    if isinstance(error, ManifestError):
-        return _failed(id, "manifest", text, retryable=False)
-    if isinstance(error, RanksError):
-        return _failed(id, "ranks", text, retryable=error.retryable)
-    if isinstance(error, TransferFailed) and isinstance(request, agent_wire.Send):
-        reports = _reports(request.session, error.reports)
-        return agent_wire.Failed(
-            id=id, error="transfer", message=text[:8000], retryable=True, ranks=reports
-        )
-    if isinstance(error, TimeoutError):
-        return _failed(id, "timeout", text, retryable=True)
-    log.error("a request failed", exc_info=error)
-    return _failed(id, "internal", f"{type(error).__name__}: {text}", retryable=True)

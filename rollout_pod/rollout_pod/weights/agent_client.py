@@ -207,7 +207,9 @@ class AgentClient:
     ) -> agent_wire.Reply:
         started = time.monotonic()
         try:
-            await asyncio.wait_for(self._connected.wait(), min(CONNECT_S, timeout_s))
+            # not ``wait_for``: on 3.11 it swallows a cancel that comes with the result
+            async with asyncio.timeout(min(CONNECT_S, timeout_s)):
+                await self._connected.wait()
         except TimeoutError:
             raise _no_agent(f"nobody listens on {self._path}: is the weights agent up?") from None
         future: asyncio.Future[agent_wire.Reply] = asyncio.get_running_loop().create_future()
@@ -215,13 +217,16 @@ class AgentClient:
         try:
             await self._socket.send(encode(request))
             left = started + timeout_s - time.monotonic()
-            return await asyncio.wait_for(future, max(left, 0))
+            async with asyncio.timeout(left):
+                return await future
         except zmq.ZMQError as error:
             raise _no_agent(f"{self._path}: {error.strerror}") from error
         except TimeoutError:
             raise _no_agent(f"{request.kind}: the agent did not answer in {timeout_s} s") from None
         finally:
             del self._pending[request.id]
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # may have come together with a cancel or the deadline
 
     async def _read(self) -> None:
         while True:

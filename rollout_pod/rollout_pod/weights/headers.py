@@ -11,6 +11,10 @@ from rollout_pod.weights.spec import TensorSpec
 
 HEADER_MAX_BYTES: Final = 100_000_000
 """The limit of the format."""
+NAME_CHARS: Final = 4096
+"""The longest name that a manifest can carry."""
+DIMENSIONS: Final = 64
+"""More than any tensor has; the product of the sizes stays a number that can be printed."""
 
 DTYPES: Final[Mapping[str, str]] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn",
@@ -28,7 +32,8 @@ class SourceError(Exception):
     """
 
     def __init__(self, message: str, *, retryable: bool) -> None:
-        super().__init__(message)
+        # file names may hold what no message can carry
+        super().__init__(message.encode(errors="backslashreplace").decode())
         self.retryable = retryable
 
 
@@ -63,7 +68,7 @@ def _header(file: Path, size: int, read: Callable[[int], bytes]) -> tuple[int, d
         )
     try:
         header = json.loads(raw, object_pairs_hook=_no_doubles)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(
             f"{file}: bad header ({error}); write it anew", retryable=False
         ) from error
@@ -110,18 +115,26 @@ def _tensors(
 
 
 def _tensor(file: Path, name: str, entry: Any) -> tuple[TensorSpec, int]:
+    if not 0 < len(name) <= NAME_CHARS or not _is_text(name):
+        raise SourceError(
+            f"{file}: a tensor's name {name[:64]!r} is empty, longer than {NAME_CHARS} characters "
+            "or no text; write it anew",
+            retryable=False,
+        )
+    bad = SourceError(
+        f"{file}: tensor {name!r} has a bad header entry; write it anew", retryable=False
+    )
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
-        raise SourceError(
-            f"{file}: tensor {name!r} has a bad header entry", retryable=False
-        ) from None
-    numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise SourceError(f"{file}: tensor {name!r} has a bad header entry", retryable=False)
+        raise bad from None
+    if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > DIMENSIONS:
+        raise bad
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in [*shape, begin, end]):
+        raise bad
     if dtype not in DTYPES:
         raise SourceError(
-            f"{file}: tensor {name!r} has dtype {dtype!r}, known are {', '.join(DTYPES)}",
+            f"{file}: tensor {name!r} has dtype {dtype[:64]!r}, known are {', '.join(DTYPES)}",
             retryable=False,
         )
     nbytes = ITEM_BYTES[DTYPES[dtype]] * prod(shape)
@@ -131,3 +144,12 @@ def _tensor(file: Path, name: str, entry: Any) -> tuple[TensorSpec, int]:
             retryable=False,
         )
     return TensorSpec(name, DTYPES[dtype], tuple(shape), nbytes), begin
+
+
+def _is_text(name: str) -> bool:
+    """JSON can hold halves of surrogate pairs, which no message can carry."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

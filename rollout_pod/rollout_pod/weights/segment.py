@@ -76,6 +76,15 @@ class Segment:
         with suppress(BufferError):
             self.map.close()
 
+    def withdraw(self) -> None:
+        """Like ``close``, but give the pages back even while a thread hangs in a read into them:
+        whatever the kernel still writes there fails with ``EFAULT``. No rank may have it mapped:
+        to touch it from a program is a SIGBUS from now on.
+        """
+        with suppress(FileNotFoundError):
+            os.truncate(self.path, 0)
+        self.close()
+
 
 @dataclass
 class Attached:

@@ -25,6 +25,7 @@ TICK_S: Final = 0.1
 """How soon a cancelled session notices."""
 LAST_WORDS_S: Final = 1.0
 """How long a failed session waits for the other ranks' reports."""
+TOKEN_BYTES: Final = 16
 CONNECT_S: Final = 2.0
 """How long a rank may take to be there at all."""
 
@@ -97,26 +98,35 @@ class Session:
 
     # --- the steps ---
 
-    def greet(self, timeout_s: float) -> None:
+    def greet(self, timeout_s: float, probe: Segment | None = None) -> None:
         """Say hello to all ranks and agree on shared memory.
+
+        Args:
+            timeout_s: for all ranks to answer.
+            probe: a segment by which they are to see that the memory is shared. Without one a
+                page is made for it, for which there may be no room beside full segments.
 
         Raises:
             RanksError: a rank is not there, refuses, or does not see the shared memory.
+            RoomError: no room for the page.
         """
-        token = secrets.token_bytes(16)
-        name = f"{self.prefix}probe-{secrets.token_hex(8)}"
-        probe = Segment.create(self.shm_dir, name, len(token))
+        own: Segment | None = None
+        if probe is None:
+            name = f"{self.prefix}probe-{secrets.token_hex(8)}"
+            probe = own = Segment.create(self.shm_dir, name, TOKEN_BYTES)
+            own.map[:TOKEN_BYTES] = secrets.token_bytes(TOKEN_BYTES)
         try:
-            probe.map[: len(token)] = token
+            token = probe.map[:TOKEN_BYTES]
             for rank in self._ranks:
                 hello = wire.Hello(
                     session=self.session, rank=rank.rank, world=len(self._ranks),
-                    transport="shared_memory", probe=name, token=token,
+                    transport="shared_memory", probe=probe.name, token=token,
                 )  # fmt: skip
                 rank.send(hello)
             self._wait_ranks(lambda rank: rank.welcome is not None, timeout_s, "hello")
         finally:
-            probe.close()
+            if own is not None:
+                own.close()
 
     def offer(self, manifest: Manifest, timeout_s: float) -> None:
         """Show the manifest to all ranks, before any byte.

@@ -60,6 +60,11 @@ class Slots:
         """Bytes of all segments."""
         return sum(slot.segment.size for slot in self._slots)
 
+    @property
+    def probe(self) -> Segment | None:
+        """Some segment that holds a version, if there is one."""
+        return next((slot.segment for slot in self._slots if slot.ready), None)
+
     def obtain(self, key: SlotKey, nbytes: int) -> Slot:
         """The slot that holds ``key`` already, or an empty one of at least ``nbytes``. Whatever is
         neither this nor committed is given up; its memory is used again if it is large enough.
@@ -95,6 +100,12 @@ class Slots:
         if slot is not self._committed and slot in self._slots:
             self._slots.remove(slot)
             slot.segment.close()
+
+    def withdraw(self, slot: Slot) -> None:
+        """Give up a slot that was never ready and into which a thread that hangs may still read."""
+        if not slot.ready and slot in self._slots:
+            self._slots.remove(slot)
+            slot.segment.withdraw()
 
     def close(self) -> None:
         """Remove all segments."""

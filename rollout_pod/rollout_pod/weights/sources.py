@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rollout_pod.weights.files import is_folder, is_plain_name, open_regular
 from rollout_pod.weights.headers import SourceError, read_header
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.spec import TensorSpec
 
 INDEX: Final = "model.safetensors.index.json"
+INDEX_MAX_BYTES: Final = 100_000_000
 PIECE_BYTES: Final = 16 << 20
 READERS: Final = 8
 
@@ -51,20 +53,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     The files are those that ``model.safetensors.index.json`` names, or all ``*.safetensors``.
 
     Raises:
-        SourceError: missing, truncated, contradictory or of an unknown type.
+        SourceError: missing, no regular file, truncated, contradictory or of an unknown type.
     """
     files, where = _files(path)
     tensors: dict[str, Located] = {}
     fingerprint: list[tuple[str, int, int, int]] = []
     for number, file in enumerate(files):
         try:
-            with file.open("rb") as stream:
+            with os.fdopen(open_regular(file), "rb") as stream:
                 stat = os.fstat(stream.fileno())
                 found = read_header(file, stat.st_size, stream.read)
-        except FileNotFoundError:
-            raise SourceError(
-                f"{file}: missing; {INDEX} names it, copy the shard", retryable=True
-            ) from None
         except OSError as error:
             raise SourceError(
                 f"{file}: {error.strerror}; make it readable", retryable=True
@@ -158,10 +156,7 @@ class _opened:  # noqa: N801 - used like a function
         self._file = file
 
     def __enter__(self) -> int:
-        try:
-            self._fd = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise SourceError(f"{self._file}: {error.strerror}", retryable=True) from error
+        self._fd = open_regular(self._file)
         return self._fd
 
     def __exit__(self, *_: object) -> None:
@@ -175,30 +170,45 @@ def _read_exactly(fd: int, file: Path, target: memoryview, piece: _Piece) -> Non
         try:
             got = os.preadv(fd, [part], piece.position + done)
         except OSError as error:
-            raise SourceError(f"{file}: {error.strerror} while reading", retryable=True) from error
+            raise SourceError(
+                f"{file}: {error.strerror} while reading; is its file system reachable?",
+                retryable=True,
+            ) from error
         finally:
             part.release()
         if got == 0:
-            raise SourceError(f"{file}: became shorter while it was read", retryable=True)
+            raise SourceError(
+                f"{file}: became shorter while it was read; copy it again", retryable=True
+            )
         done += got
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """The files, and where the index places each tensor (empty without one)."""
-    if not path.is_dir():
-        what = "is no folder" if path.exists() else "does not exist"
+    if not is_folder(path):
         raise SourceError(
-            f"{path}: {what}; give the folder that holds the safetensors files", retryable=True
+            f"{path}: does not exist; give the folder that holds the safetensors files",
+            retryable=True,
         )
     index = path / INDEX
     try:
-        if not index.exists():
-            files = sorted(path.glob("*.safetensors"))
-            if not files:
-                raise SourceError(f"{path}: holds no *.safetensors file", retryable=True)
-            return files, {}
-        document = json.loads(index.read_bytes())
-    except (OSError, ValueError) as error:
+        names = os.listdir(path)
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}; make it readable", retryable=True) from error
+    if INDEX not in names:
+        files = [path / name for name in sorted(names) if name.endswith(".safetensors")]
+        if not files:
+            raise SourceError(
+                f"{path}: holds no *.safetensors file; copy the checkpoint there", retryable=True
+            )
+        return files, {}
+    try:
+        with os.fdopen(open_regular(index), "rb") as stream:
+            raw = stream.read(INDEX_MAX_BYTES + 1)
+        if len(raw) > INDEX_MAX_BYTES:
+            raise ValueError(f"more than {INDEX_MAX_BYTES} bytes")
+        document = json.loads(raw)
+    except (OSError, ValueError, RecursionError) as error:
         raise SourceError(
             f"{index}: cannot be read ({error}); write it anew", retryable=True
         ) from error
@@ -206,9 +216,10 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if not isinstance(where, dict) or not where:
         raise SourceError(f"{index}: has no weight_map; write it anew", retryable=False)
     for name, shard in where.items():
-        if not isinstance(shard, str) or shard != Path(shard).name or shard in ("", ".", ".."):
+        if not is_plain_name(shard):
             raise SourceError(
-                f"{index}: places {name!r} in {shard!r}, which is no plain file name",
+                f"{index}: places {name[:64]!r} in {str(shard)[:64]!r}, which is no plain file "
+                "name; write it anew",
                 retryable=False,
             )
     return [path / shard for shard in sorted(set(where.values()))], where

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollout_pod.weights.agent_wire import Stage
 from rollout_pod.weights.buckets import Plan, make_plan
+from rollout_pod.weights.reading import HangError, Readers
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.sender import Session, TransferFailed
 from rollout_pod.weights.slots import Slot, SlotKey, Slots
@@ -35,14 +36,16 @@ class SentResult:
 
 @dataclass
 class Job:
-    """A session from ``stage`` to its end. Methods run on the agent's loop; files, ranks and
-    memory are waited for on threads, which ``cancel`` ends within a tick.
+    """A session from ``stage`` to its end. Methods run on the agent's loop; ranks and memory are
+    waited for on threads, which ``cancel`` ends within a tick; files on those of ``readers``,
+    which are left behind if they hang.
     """
 
     request: Stage
     shm_dir: Path
     prefix: str
     slots: Slots
+    readers: Readers
     cancel: threading.Event = field(default_factory=threading.Event)
     slot: Slot | None = None
     read_bytes: int = 0
@@ -85,7 +88,10 @@ class Job:
 
     async def _stage(self, started: float) -> StagedResult:
         request = self.request
-        checkpoint = await asyncio.to_thread(open_checkpoint, Path(request.path))
+        path = Path(request.path)
+        checkpoint = await self.readers.run(
+            lambda: open_checkpoint(path), path=path, cancel=self.cancel
+        )
         manifest = checkpoint.manifest(request.version)
         self.total_bytes = manifest.nbytes
         plan = self._plan = make_plan(manifest.tensors, request.bucket_bytes)
@@ -94,12 +100,19 @@ class Job:
             request.session, [Path(rank) for rank in request.ranks], self.shm_dir,
             self.cancel, self.prefix,
         )  # fmt: skip
-        await asyncio.to_thread(session.greet, left)
+        await asyncio.to_thread(session.greet, left, self.slots.probe)
         await asyncio.to_thread(session.offer, manifest, left)
         key = SlotKey(request.version, str(checkpoint.path), checkpoint.fingerprint)
         self.slot = slot = await asyncio.to_thread(self.slots.obtain, key, plan.nbytes)
         if not slot.ready:
-            await asyncio.to_thread(self._read, checkpoint, plan, slot)
+            try:
+                await self.readers.run(
+                    lambda: self._read(checkpoint, plan, slot), path=path, cancel=self.cancel
+                )
+            except HangError:
+                self.slots.withdraw(slot)
+                self.slot = None
+                raise
             slot.ready = True
         self.read_bytes = manifest.nbytes
         await asyncio.to_thread(session.check)
@@ -141,7 +154,7 @@ class Job:
         return SentResult(self.total_bytes, time.monotonic() - started, reports)
 
     async def stop(self, timeout: float) -> bool:
-        """End it from outside; False if a thread still hangs (in a file system) after that."""
+        """End it from outside; False if it has not ended within ``timeout`` seconds."""
         self.cancel.set()
         tasks = {task for task in (self.stage_task, self.send_task) if task is not None}
         if tasks:

@@ -42,7 +42,7 @@ Transport = Literal["shared_memory"]
 class Hello(Message):
     """Sender: who I think you are, how many ranks I address, and how bytes shall travel.
 
-    ``probe`` names a small segment that holds ``token``: whoever reads it shares the memory.
+    ``probe`` names a segment that begins with ``token``: whoever reads it shares the memory.
     """
 
     kind: Literal["hello"] = "hello"
