@@ -10,7 +10,13 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
-from rollout_pod.engine.base import Engine, EngineDelta, EngineError, EngineOutput, EngineRequest
+from rollout_pod.engine.base import (
+    Engine,
+    EngineDelta,
+    EngineInternalError,
+    EngineOutput,
+    EngineRequest,
+)
 from rollout_pod.protocol import CancelReason, InterruptionMode, OnPause, WeightsRef
 
 _JOIN_S = 0.1
@@ -413,7 +419,9 @@ class Gate:
         await self.engine.abort(live.engine_id)
         done, _ = await asyncio.wait({live.task}, timeout=_ABANDON_S)
         if not done:
-            raise EngineError(f"the engine did not end {live.engine_id} within {_ABANDON_S:g} s")
+            raise EngineInternalError(
+                f"the engine did not end {live.engine_id} within {_ABANDON_S:g} s"
+            )
 
     async def _wait_for_change(self, deadline: float, watcher: asyncio.Task[None] | None) -> None:
         remaining = deadline - time.monotonic()

@@ -13,6 +13,7 @@ from rollout_pod.engine.base import (
     EngineOutput,
     EngineRequest,
     InvalidSamplingParams,
+    InvalidTokens,
     TopLogProb,
 )
 from rollout_pod.gate import Admission, Finished, Gate, OnTokens, Refused
@@ -24,6 +25,14 @@ from rollout_pod.protocol import (
     TokenLogProb,
     WeightVersionSpan,
 )
+
+
+class InvalidField(ValueError):
+    """A field of the request that only the engine can judge."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class PromptTooLong(Exception):
@@ -102,6 +111,11 @@ class Generation:
         budget = make_budget(request, max_model_len=self._max_model_len())
         if budget.tokens == 0:
             return self._answer(request, EngineOutput((), (), FinishReason.LENGTH))
+        for name in ("prompt_token_ids", "generated_token_ids"):
+            try:
+                self._engine.check_tokens(getattr(request, name))
+            except InvalidTokens as error:
+                raise InvalidField(f"{name}.{error.position}", str(error)) from error
         params = self._engine.sampling_params(budget.params, max_tokens=budget.tokens)
 
         def make(engine_id: str) -> EngineRequest:

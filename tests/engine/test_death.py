@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollout_pod.engine import leftovers
 from rollout_pod.engine.base import EngineDeadError
 from rollout_pod.engine.processes import engine_children
 from rollout_pod.weights.sender import RanksError
@@ -22,6 +23,11 @@ pytestmark = [
 KIND = "dense"
 # without a tokenizer, too, and without a checkpoint's weights
 ARGS = ("--load-format=dummy", "--skip-tokenizer-init")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_before() -> frozenset[str]:
+    return leftovers.names_now()
 
 
 async def test_random_weights_take_no_update_and_say_why(engine):
@@ -62,13 +68,14 @@ async def test_every_call_of_a_killed_engine_ends_and_says_so(engine):
             await asyncio.wait_for(call, 5)
 
 
-async def test_a_shutdown_leaves_no_process(engine):
+async def test_a_shutdown_leaves_no_process_and_no_shared_memory(engine, shared_before):
     await engine.shutdown()
     await engine.shutdown()
     assert engine_children(frozenset()) == []
     mine = psutil.Process().children(recursive=True)
     assert not [p for p in mine if "resource_tracker" not in " ".join(p.cmdline())]
     assert engine.dead_error() is not None
+    assert leftovers.unused(leftovers.names_now() - shared_before) == frozenset()
 
 
 def _is_core(process: psutil.Process) -> bool:

@@ -6,7 +6,7 @@ import uuid
 import pytest
 import torch
 
-from rollout_pod.engine.base import EngineError, EngineRequest
+from rollout_pod.engine.base import EngineError, EngineRequest, InvalidTokens
 from rollout_pod.engine.vllm import VllmEngine
 from rollout_pod.weights.sender import ManifestError
 from tests.support.engine_kit import (
@@ -275,15 +275,16 @@ async def test_extreme_but_legal_parameters_do_not_end_the_engine(engine):
         {"top_k": 2**40, "temperature": 1.0},
         {"temperature": 1e-9},
         {"min_tokens": 4, "stop_token_ids": [0, 1023]},
-        {"logit_bias": {"3": 1e300, "4": -1e300}},
+        {"logit_bias": {"3": 1e9, "4": -1e9}, "repetition_penalty": 1e-4, "temperature": 0.01},
+        {"logit_bias": {"3": 1e9, "4": -1e9}, "repetition_penalty": 1e4, "temperature": 0.01},
         {"allowed_token_ids": [7]},
         {"bad_words": ["w900"]},
         {"stop": ["w900"]},
-        {"repetition_penalty": 1e-30},
         {"min_p": 1.0, "top_p": 1e-30, "temperature": 2.0},
     ):
         output = await run(engine, [5, 6], 4, **extreme)
-        assert len(output.token_ids) == len(output.log_probs), extreme
+        assert len(output.token_ids) == len(output.log_probs) > 0, extreme
+        assert output.finish_reason in ("length", "stop"), extreme
     assert await serves(engine, A) or await run_all(engine)
 
 
@@ -296,3 +297,54 @@ async def test_stopping(engine):
     assert stopped.finish_reason == "stop"
     assert stopped.stop_reason == third
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(third) + 1]
+
+
+async def test_diverged_weights_give_an_error_and_no_log_prob_that_is_no_number(
+    engine, monkeypatch
+):
+    broken = {
+        name: torch.full_like(tensor, float("nan")) if name == "model.norm.weight" else tensor
+        for name, tensor in tensors_of(A).items()
+    }
+    assert (await update(engine, broken, version="diverged", flush=True)).ok
+    output = await run(engine, [5, 6, 7], 16)
+    assert (output.token_ids, output.log_probs) == ((), ())
+    assert (output.finish_reason, output.stop_reason) == ("error", "non-finite log-prob")
+
+    aborted, deltas = [], []
+    abort = engine.abort
+
+    async def note_abort(engine_id):
+        aborted.append(engine_id)
+        await abort(engine_id)
+
+    monkeypatch.setattr(engine, "abort", note_abort)
+    params = engine.sampling_params(GREEDY, max_tokens=1500)
+    request = EngineRequest(engine_id=uuid.uuid4().hex, prompt_token_ids=[5, 6], params=params)
+    output = await engine.generate(request, deltas.append)
+    assert (output.token_ids, output.finish_reason) == ((), "error")
+    assert aborted == [request.engine_id]
+    assert deltas == []
+    monkeypatch.undo()
+    await load(engine)
+    assert await serves(engine, A)
+
+
+async def test_a_token_masked_for_all_is_no_answer(engine):
+    # an end before min_tokens is forbidden, and nothing else is allowed
+    output = await run(
+        engine, [5, 6, 7], 4, allowed_token_ids=[9], stop_token_ids=[9], min_tokens=2, logprobs=2
+    )
+    assert (output.token_ids, output.finish_reason) == ((), "error")
+    masked = await run(engine, [5, 6, 7], 4, allowed_token_ids=[9], logprobs=3)
+    assert masked.finish_reason == "length"
+    assert [[top.token_id for top in tops] for tops in masked.top_log_probs] == [[9]] * 4
+
+
+async def test_tokens_that_the_model_does_not_have(engine):
+    engine.check_tokens([])
+    engine.check_tokens(range(1024))
+    for outside, at in (([5, -1], 1), ([1 << 40], 0), ([3, 3, 1 << 20, -7], 2)):
+        with pytest.raises(InvalidTokens, match=str(outside[at])) as caught:
+            engine.check_tokens(outside)
+        assert caught.value.position == at

@@ -1,10 +1,23 @@
 """Two ranks: each takes every bucket and answers for itself."""
 
+import os
+import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from tests.support.engine_kit import checkpoint, run, serves, tensors_of, update
+from rollout_pod.engine import leftovers
+from rollout_pod.engine.processes import engine_children
+from tests.support.engine_kit import (
+    checkpoint,
+    engine_of,
+    run,
+    serves,
+    settings,
+    tensors_of,
+    update,
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -16,6 +29,11 @@ KIND = "tied"
 ARGS = ("--tensor-parallel-size=2",)
 A = checkpoint(KIND, 0)
 B = checkpoint(KIND, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_before() -> frozenset[str]:
+    return leftovers.names_now()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,3 +63,29 @@ async def test_a_vanished_sender_is_repaired_on_both_ranks(engine):
 async def test_one_output_a_request(engine):
     output = await run(engine, [5, 6, 7], 12)
     assert len(output.token_ids) == len(output.log_probs) == 12
+
+
+async def test_a_shutdown_leaves_nothing_in_shared_memory(engine, shared_before):
+    assert _collectives(shared_before), "the engine uses none: the test shows nothing"
+    await engine.shutdown()
+    assert engine_children(frozenset()) == []
+    assert leftovers.unused(leftovers.names_now() - shared_before) == frozenset()
+
+
+async def test_killed_workers_leave_nothing_in_shared_memory(shared_before):
+    with settings(A, *ARGS) as given:
+        engine = engine_of(given)
+        try:
+            await engine.start()
+            killed = engine_children(frozenset())
+            for process in killed:
+                os.kill(process.pid, signal.SIGKILL)
+            psutil.wait_procs(killed, timeout=10)
+            assert _collectives(shared_before), "nothing was left: the test shows nothing"
+        finally:
+            await engine.shutdown()
+    assert leftovers.unused(leftovers.names_now() - shared_before) == frozenset()
+
+
+def _collectives(before: frozenset[str]) -> set[str]:
+    return {name for name in leftovers.names_now() - before if name.startswith("vllm_dist_")}

@@ -43,6 +43,13 @@ def refuse(raw, *, has_tokenizer=True):
         ({"logit_bias": {"100": 1.0}}, "logit_bias"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
         ({"logit_bias": {"1": float("inf")}}, "logit_bias"),
+        ({"logit_bias": {"1": float("nan")}}, "logit_bias"),
+        ({"logit_bias": {"1": 1e308}}, "logit_bias"),
+        ({"logit_bias": {"1": -(10**400)}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"repetition_penalty": 1e38}, "repetition_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
     ],
 )
 def test_refused_by_name(raw, field):

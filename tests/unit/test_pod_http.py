@@ -95,6 +95,8 @@ async def test_the_model_has_no_more_room(data: httpx.AsyncClient, pod: Pod) -> 
         (BODY | {"prompt_token_ids": []}, 422, "invalid_field", "prompt_token_ids"),
         (BODY | {"prompt_token_ids": [-1]}, 422, "invalid_field", "prompt_token_ids.0"),
         (BODY | {"prompt_token_ids": ["x"]}, 422, "invalid_field", "prompt_token_ids.0"),
+        (BODY | {"prompt_token_ids": [1, 60_000]}, 422, "invalid_field", "prompt_token_ids.1"),
+        (BODY | {"generated_token_ids": [60_000]}, 422, "invalid_field", "generated_token_ids.0"),
         (BODY | {"prompt_token_ids": [True]}, 422, "invalid_field", "prompt_token_ids.0"),
         (BODY | {"prompt_token_ids": [3.0]}, 422, "invalid_field", "prompt_token_ids.0"),
         (BODY | {"sampling_params": {"\ud800": 1}}, 422, "invalid_sampling_params", r"\ud800"),

@@ -14,7 +14,11 @@ from rollout_pod.protocol import EngineInfo
 
 
 class EngineError(Exception):
-    """The engine could not do what it was asked; it lives on."""
+    """The engine could not do what it was asked, or refused it; it lives on."""
+
+
+class EngineInternalError(EngineError):
+    """Nothing was wrong with what it was asked: the fault is the engine's."""
 
 
 class EngineDeadError(Exception):
@@ -31,6 +35,15 @@ class InvalidSamplingParams(ValueError):
     def __init__(self, field: str | None, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+class InvalidTokens(ValueError):
+    """A token id that the model does not have."""
+
+    def __init__(self, position: int, message: str) -> None:
+        super().__init__(message)
+        self.position = position
+        """Of the first one, counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +147,25 @@ class Engine(Protocol):
             InvalidSamplingParams: unknown name or refused value.
         """
 
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """Check the tokens of a prompt, or those generated before. Cheap, and before ``generate``.
+
+        Raises:
+            InvalidTokens: one is outside of the vocabulary.
+        """
+
     async def generate(
         self, request: EngineRequest, on_delta: OnDelta | None = None
     ) -> EngineOutput:
         """Run one request to its final output, which holds all of its tokens also where
         ``on_delta`` is told of them as they come. Cancelling this coroutine loses the partial.
+
+        Every log-prob is finite: at a token that has none the output ends, without it, with the
+        finish reason ``error`` and a stop reason that says so.
+
+        Raises:
+            EngineInternalError: a fault of the engine.
+            EngineError: the engine refuses the request; in its words.
         """
 
     async def abort(self, engine_id: str) -> None:

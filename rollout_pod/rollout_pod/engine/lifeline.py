@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rollout_pod.engine.base import EngineDeadError, EngineError
+from rollout_pod.engine.base import EngineDeadError, EngineError, EngineInternalError
 from rollout_pod.engine.output_tail import OutputTail
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Lifeline:
 
         Raises:
             EngineDeadError: it is dead, or died meanwhile.
-            EngineError: it failed, or was late.
+            EngineInternalError: it failed, or was late.
         """
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
@@ -78,7 +78,7 @@ class Lifeline:
             while not task.done():
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise EngineError(f"the engine did not {what} within {timeout_s:g} s")
+                    raise EngineInternalError(f"the engine did not {what} within {timeout_s:g} s")
                 await asyncio.wait({task}, timeout=min(_POLL_S, left))
                 if not task.done() and (death := self.death()) is not None:
                     raise EngineDeadError(death)
@@ -88,7 +88,7 @@ class Lifeline:
         except (EngineDeadError, EngineError):
             raise
         except Exception as error:
-            raise EngineError(f"the engine could not {what}: {words_of(error)}") from error
+            raise EngineInternalError(f"the engine could not {what}: {words_of(error)}") from error
         finally:
             task.cancel()  # a call that nobody waits for any more; never a generation
 

@@ -6,7 +6,7 @@ vocabulary ends the engine's process. So everything is checked here, by vLLM's c
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rollout_pod.engine.base import InvalidSamplingParams
@@ -48,6 +48,9 @@ _SET_HERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 _NEED_TOKENIZER = ("stop", "bad_words")
 _TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "logit_bias")
 _INT64 = range(-(1 << 63), 1 << 63)
+_MAX_BIAS = 1e9
+_REPETITION_PENALTIES = (1e-4, 1e4)
+"""With these a logit stays finite in float32 whatever the temperature (vLLM's least is 0.01)."""
 
 
 def build(
@@ -57,11 +60,12 @@ def build(
     vocab_size: int,
     max_logprobs: int,
     has_tokenizer: bool,
+    verify: Callable[[Any], None] = lambda params: None,
 ) -> object:
     """Make vLLM's ``SamplingParams`` for one request.
 
     ``logprobs: k`` asks for the k most likely tokens at each position, beside the sampled one,
-    whose log-prob is always returned; True is 1.
+    whose log-prob is always returned; True is 1. ``verify`` checks the result against the model.
 
     Raises:
         InvalidSamplingParams: names the field.
@@ -78,6 +82,7 @@ def build(
     try:
         # convert, since the class' own constructor checks no types
         params = msgspec.convert(values, SamplingParams, str_keys=True)
+        verify(params)
     except Exception as error:  # whatever its checks raise is about these values
         raise InvalidSamplingParams(_field_of(error, values), str(error)) from error
     params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -140,9 +145,23 @@ def _check_values(values: dict[str, Any], *, vocab_size: int, has_tokenizer: boo
     for name in _TOKEN_IDS:
         if name in values:
             _check_token_ids(name, values[name], vocab_size)
-    for bias in _floats_of(values.get("logit_bias")):
-        if not math.isfinite(bias):
-            raise InvalidSamplingParams("logit_bias", f"logit_bias must be finite, got {bias}")
+    if "allowed_token_ids" in values and not values["allowed_token_ids"]:
+        raise InvalidSamplingParams(
+            "allowed_token_ids", "allowed_token_ids must not be empty; leave it out to allow all"
+        )
+    for bias in _numbers_of(values.get("logit_bias")):
+        if not -_MAX_BIAS <= bias <= _MAX_BIAS:  # also NaN
+            raise InvalidSamplingParams(
+                "logit_bias",
+                f"logit_bias must be in [-{_MAX_BIAS:g}, {_MAX_BIAS:g}], got {str(bias)[:40]}",
+            )
+    penalty = values.get("repetition_penalty")
+    least, most = _REPETITION_PENALTIES
+    if isinstance(penalty, int | float) and not least <= penalty <= most:
+        raise InvalidSamplingParams(
+            "repetition_penalty",
+            f"repetition_penalty must be in [{least:g}, {most:g}], got {penalty:g}",
+        )
 
 
 def _check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
@@ -159,8 +178,9 @@ def _check_token_ids(name: str, ids: Any, vocab_size: int) -> None:
             )
 
 
-def _floats_of(bias: Any) -> list[float]:
-    return [v for v in bias.values() if isinstance(v, float)] if isinstance(bias, dict) else []
+def _numbers_of(bias: Any) -> list[float]:
+    values = bias.values() if isinstance(bias, dict) else ()
+    return [value for value in values if isinstance(value, int | float)]
 
 
 def _field_of(error: Exception, values: Mapping[str, Any]) -> str | None:

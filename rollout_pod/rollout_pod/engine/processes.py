@@ -1,12 +1,15 @@
 """Ends the engine's processes, also those that vLLM forgets."""
 
+import asyncio
 import contextlib
 import multiprocessing
+from typing import Any
 
 import psutil
 
 _TERM_S = 2.0
 _KILL_S = 3.0
+_TASKS_S = 1.0
 
 
 def engine_children(before: frozenset[int]) -> list[psutil.Process]:
@@ -40,3 +43,14 @@ def end_all(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(alive, timeout=_KILL_S)
     # reaps: a zombie would still look like a child
     multiprocessing.active_children()
+
+
+async def close_front_end(llm: Any, grace_s: float) -> None:
+    """End vLLM's front end: its processes, its tasks, and the sockets' context that it forgets."""
+    resources = llm.engine_core.resources
+    tasks = {llm.output_handler, resources.output_queue_task, resources.stats_update_task}
+    await asyncio.to_thread(llm.shutdown, timeout=grace_s)
+    running = [task for task in tasks if task is not None]
+    if running:
+        await asyncio.wait(running, timeout=_TASKS_S)
+    resources.ctx.destroy(linger=0)

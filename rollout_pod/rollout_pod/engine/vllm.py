@@ -9,25 +9,28 @@ import inspect
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_pod.engine import arguments, params, processes
+import psutil
+
+from rollout_pod.engine import arguments, leftovers, params, processes
 from rollout_pod.engine.base import (
     EngineDeadError,
-    EngineDelta,
     EngineError,
+    EngineInternalError,
     EngineOutput,
     EngineRequest,
     EngineSettings,
     EngineStartError,
+    InvalidTokens,
     OnDelta,
     RankReport,
 )
 from rollout_pod.engine.lifeline import Lifeline, words_of
 from rollout_pod.engine.output_tail import OutputTail
-from rollout_pod.engine.outputs import delta_of, output_of
+from rollout_pod.engine.outputs import NON_FINITE, Transcript, is_refusal
 from rollout_pod.protocol import EngineInfo
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,9 @@ _CALL_S = 60.0
 _PAUSE_S = 120.0
 """A pause waits for the step that runs: the longest prefill."""
 _SHUTDOWN_S = 1.0
+_SHUTDOWN_WORKERS_S = 4.0
+"""Where the engine has workers of its own, which it has to end first."""
+_NOTE_S = 1.0
 _STOP_START_S = 60.0
 """An import of vLLM cannot be interrupted."""
 # vLLM's way to say that a child failed and that its output tells why
@@ -58,6 +64,8 @@ class VllmEngine:
         self._lifeline = Lifeline(self._tail)
         self._constructing: asyncio.Future[EngineInfo] | None = None
         self._children_before = processes.children_now()
+        self._processes: set[psutil.Process] = set()
+        self._shared_files: set[str] = set()
         self._closed = False
         self._started = False
         self._world = 0
@@ -77,7 +85,10 @@ class VllmEngine:
         self._started = True
         try:
             self._constructing = asyncio.ensure_future(asyncio.to_thread(self._construct))
-            info = await asyncio.shield(self._constructing)
+            while not self._constructing.done():
+                await asyncio.wait({self._constructing}, timeout=_NOTE_S)
+                await asyncio.to_thread(self._note_belongings)
+            info = self._constructing.result()
             await self._start_receivers()
         except EngineStartError:
             await self.shutdown()
@@ -95,6 +106,8 @@ class VllmEngine:
     def _construct(self) -> EngineInfo:
         """Everything that blocks. In a thread of its own."""
         args = arguments.parse(self._settings)
+        if swept := leftovers.sweep_pod():
+            log.warning("removed from /dev/shm what a killed engine left: %s", sorted(swept))
         (self._settings.run_dir / "ranks").mkdir(parents=True, exist_ok=True)
 
         import vllm
@@ -148,16 +161,27 @@ class VllmEngine:
         """See ``Engine``."""
         self._closed = True
         await self._stop_constructing()
-        children = processes.engine_children(self._children_before) if self._started else []
+        if self._started:
+            await asyncio.to_thread(self._note_belongings)
         llm, self._llm = self._llm, None
         self._lifeline.cut("the engine was shut down")
         if llm is not None:
             try:
-                await _close(llm)
+                await processes.close_front_end(
+                    llm, _SHUTDOWN_S if self._world == 1 else _SHUTDOWN_WORKERS_S
+                )
             except Exception:
                 log.exception("vLLM's own shutdown failed; its processes are ended")
-        await asyncio.to_thread(processes.end_all, children)
+        await asyncio.to_thread(processes.end_all, list(self._processes))
+        await asyncio.to_thread(leftovers.remove_unused, self._shared_files)
         await asyncio.to_thread(self._tail.close)
+
+    def _note_belongings(self) -> None:
+        """Workers whose engine core was killed are no children of this process any more, and what
+        a dead process had mapped shows nowhere: so what there is is noted while it lives.
+        """
+        self._processes.update(processes.engine_children(self._children_before))
+        self._shared_files.update(leftovers.mapped_by(list(self._processes)))
 
     async def _stop_constructing(self) -> None:
         """End a start that is still going on, by ending the processes it waits for."""
@@ -166,8 +190,8 @@ class VllmEngine:
             if time.monotonic() > deadline:
                 log.error("the engine's start did not end within %s s", _STOP_START_S)
                 return
-            children = processes.engine_children(self._children_before)
-            await asyncio.to_thread(processes.end_all, children)
+            await asyncio.to_thread(self._note_belongings)
+            await asyncio.to_thread(processes.end_all, list(self._processes))
             await asyncio.wait({self._constructing}, timeout=_POLL_S)
             if self._constructing.done():
                 self._constructing.exception()  # seen: a cancelled start awaits it no more
@@ -184,28 +208,46 @@ class VllmEngine:
 
     def sampling_params(self, raw: Mapping[str, Any], *, max_tokens: int) -> object:
         """See ``Engine``."""
-        self._alive()
+        config = self._alive().vllm_config
+
+        def verify(made: Any) -> None:
+            made.verify(  # what vLLM itself would check when the request is queued
+                config.model_config,
+                config.speculative_config,
+                config.structured_outputs_config,
+                None,  # a tokenizer, for structured outputs, which are refused
+            )
+
         return params.build(
             raw,
             max_tokens=max_tokens,
             vocab_size=self._vocab_size,
             max_logprobs=self._max_logprobs,
             has_tokenizer=self._has_tokenizer,
+            verify=verify,
+        )
+
+    def check_tokens(self, token_ids: Sequence[int]) -> None:
+        """See ``Engine``."""
+        self._alive()
+        size = self._vocab_size
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
+            return
+        at = next(i for i, token in enumerate(token_ids) if not 0 <= token < size)
+        raise InvalidTokens(
+            at, f"{token_ids[at]} is no token id of this model (0 to {size - 1}); at index {at}"
         )
 
     async def generate(
         self, request: EngineRequest, on_delta: OnDelta | None = None
     ) -> EngineOutput:
-        """See ``Engine``.
-
-        Raises:
-            EngineError: the engine refuses the request; in its words.
-        """
+        """See ``Engine``."""
         llm = self._alive()
         prompt = list(request.prompt_token_ids)
-        outside = next((t for t in prompt if not 0 <= t < self._vocab_size), None)
-        if outside is not None:
-            raise EngineError(f"prompt: token id {outside} is outside of the vocabulary")
+        try:
+            self.check_tokens(prompt)  # vLLM's process dies of others
+        except InvalidTokens as error:
+            raise EngineError(f"prompt: {error}") from error
 
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
@@ -214,9 +256,8 @@ class VllmEngine:
         if request.cache_salt is not None:
             rendered["cache_salt"] = request.cache_salt
         optional = {"session_id": request.session_id} if self._takes_session else {}
-        final = None
-        deltas: list[EngineDelta] = []
         asked, top = params.for_output(request.params, streams=on_delta is not None)
+        transcript = Transcript(top=top)
         try:
             async for output in llm.generate(
                 rendered,
@@ -226,21 +267,24 @@ class VllmEngine:
                 trace_headers=request.trace_headers or None,
                 **optional,
             ):
-                final = output
-                if output.outputs:
-                    delta = delta_of(output, top=top)
-                    deltas.append(delta)
-                    if on_delta is not None and delta.token_ids:
-                        on_delta(delta)
-        except EngineError:
+                was_cut = transcript.is_cut
+                delta = transcript.add(output)
+                if on_delta is not None and delta.token_ids:
+                    on_delta(delta)
+                if transcript.is_cut and not was_cut:
+                    log.error("request %s: %s; its output is cut", request.engine_id, NON_FINITE)
+                    if not output.finished:
+                        await self.abort(request.engine_id)
+        except (EngineError, EngineDeadError):
             raise
         except VllmDeadError as error:
             raise EngineDeadError(await self._lifeline.last_words()) from error
         except Exception as error:
-            raise EngineError(words_of(error)) from error
-        if final is None or not final.finished or not final.outputs:
-            raise EngineError("the engine ended the request without a final output")
-        return output_of(final, deltas)
+            if self.dead_error() is not None:
+                raise EngineDeadError(await self._lifeline.last_words()) from error
+            kind = EngineError if is_refusal(error) else EngineInternalError
+            raise kind(words_of(error)) from error
+        return transcript.output()
 
     async def abort(self, engine_id: str) -> None:
         """See ``Engine``."""
@@ -344,14 +388,3 @@ class VllmEngine:
         return [
             a for each in await self._lifeline.call(call, f"run {method}", timeout_s) for a in each
         ]
-
-
-async def _close(llm: Any) -> None:
-    """End vLLM's front end: its processes, its tasks, and the sockets' context that it forgets."""
-    resources = llm.engine_core.resources
-    tasks = {llm.output_handler, resources.output_queue_task, resources.stats_update_task}
-    await asyncio.to_thread(llm.shutdown, timeout=_SHUTDOWN_S)
-    running = [task for task in tasks if task is not None]
-    if running:
-        await asyncio.wait(running, timeout=_SHUTDOWN_S)
-    resources.ctx.destroy(linger=0)

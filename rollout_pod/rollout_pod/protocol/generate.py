@@ -27,6 +27,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    """The engine could not go on: ``stop_reason`` says why (a log-prob that is no number)."""
     REPETITION = "repetition"
 
 

@@ -10,9 +10,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from rollout_pod.engine.base import EngineDeadError, EngineError, InvalidSamplingParams
+from rollout_pod.engine.base import (
+    EngineDeadError,
+    EngineError,
+    EngineInternalError,
+    InvalidSamplingParams,
+)
 from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotReady
-from rollout_pod.generation import PromptTooLong
+from rollout_pod.generation import InvalidField, PromptTooLong
 from rollout_pod.protocol import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.problem import FieldError
 from rollout_pod.supervisor.supervisor import Fenced, PreconditionFailed
@@ -71,6 +76,7 @@ _KNOWN: Mapping[type, tuple[int, ProblemCode, str, str]] = {
     Fenced: (409, ProblemCode.FENCED, "Fenced", ""),
     PreconditionFailed: (412, ProblemCode.PRECONDITION_FAILED, "Precondition failed", ""),
     EngineError: (400, ProblemCode.ENGINE_ERROR, "Refused by the engine", ""),
+    EngineInternalError: (500, ProblemCode.ENGINE_ERROR, "The engine failed", ""),
     EngineDeadError: (503, ProblemCode.NOT_READY, "Engine dead", "the engine is dead; it restarts"),
 }  # fmt: skip
 
@@ -85,6 +91,14 @@ def problem_of(error: BaseException) -> Problem:
             code=ProblemCode.INVALID_SAMPLING_PARAMS,
             detail=f"{field}: {error}",
             errors=[FieldError(field=field, message=str(error))],
+        )
+    if isinstance(error, InvalidField):
+        return Problem(
+            title="Invalid field",
+            status=422,
+            code=ProblemCode.INVALID_FIELD,
+            detail=f"{error.field}: {error}",
+            errors=[FieldError(field=error.field, message=str(error))],
         )
     for kind in type(error).__mro__:
         if kind in _KNOWN:
@@ -137,7 +151,7 @@ def install_problems(app: FastAPI) -> None:
         log.error("unexpected error", path=request.url.path, error=repr(error))
         return respond(problem_of(error))
 
-    for kind in (*_KNOWN, InvalidSamplingParams):
+    for kind in (*_KNOWN, InvalidSamplingParams, InvalidField):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
