@@ -24,6 +24,7 @@ from rollout_pod.engine.base import (
     OnDelta,
     RankReport,
 )
+from rollout_pod.engine.front_end import App, NoFrontEnd
 from rollout_pod.protocol import EngineInfo
 from rollout_pod.weights.agent_client import StageError, TransferError
 
@@ -71,6 +72,7 @@ class FakeEngine:
     refuse_clear: int = 0
     agent: "FakeAgent | None" = None
     published: str | None = None
+    server: App | None = None
     calls: list[str] = field(default_factory=list)
     _requests: dict[str, _Request] = field(default_factory=dict)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
@@ -197,6 +199,11 @@ class FakeEngine:
         if self.hangs:
             await asyncio.sleep(timeout_s)
             raise EngineError(f"the engine did not answer within {timeout_s:g} s")
+
+    def front_end(self) -> App:
+        if self.server is None:
+            raise NoFrontEnd("the fake engine has no server")
+        return self.server
 
     def dead_error(self) -> str | None:
         return self.dead

@@ -1,8 +1,9 @@
 """The engine's command line (``spec.engineArgs``), by vLLM's own parser, with our defaults."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,8 +15,30 @@ WORKER_EXTENSION = "rollout_pod.engine.worker.RolloutWorker"
 _CPU_KV_BYTES = 256 << 20
 
 
-def parse(settings: EngineSettings) -> Any:
-    """Make vLLM's ``AsyncEngineArgs`` of the settings.
+_FRONT_END = frozenset(
+    {
+        "chat_template",
+        "chat_template_content_format",
+        "trust_request_chat_template",
+        "default_chat_template_kwargs",
+        "response_role",
+        "return_tokens_as_token_ids",
+        "enable_auto_tool_choice",
+        "exclude_tools_when_tool_choice_none",
+        "tool_call_parser",
+        "tool_parser_plugin",
+        "tool_strict_level",
+        "enable_prompt_tokens_details",
+        "enable_force_include_usage",
+        "sse_keep_alive_interval",
+        "lora_modules",
+    }
+)
+"""What vLLM's OpenAI server may be told; its sockets, keys and other routes are not ours."""
+
+
+def parse(settings: EngineSettings) -> tuple[Any, Any]:
+    """Make vLLM's ``AsyncEngineArgs`` of the settings, and the arguments of its OpenAI server.
 
     Log-probs are those of the distribution that was sampled, and sampling defaults are vLLM's, not
     the model's, unless the arguments say otherwise. Imports vLLM, which takes seconds.
@@ -28,11 +51,14 @@ def parse(settings: EngineSettings) -> Any:
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from rollout_pod.engine.openai.compat import front_end_args
+
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is untyped here
         def error(self, message: str) -> NoReturn:
             raise EngineStartError(f"engineArgs: {message}")
 
     parser = AsyncEngineArgs.add_cli_args(Parser(add_help=False, allow_abbrev=False))
+    parser = front_end_args().add_cli_args(parser)
     served = settings.served_model_name or settings.model
     parser.set_defaults(
         model=settings.model,
@@ -48,10 +74,11 @@ def parse(settings: EngineSettings) -> Any:
     except (ValueError, TypeError) as error:
         raise EngineStartError(f"engineArgs: {error}") from error
     _refuse_ours(namespace, settings)
+    _refuse_servers(parser, namespace, [f.name for f in fields(front_end_args())])
     if current_platform.is_cpu():
         _apply_cpu_defaults(namespace, parser.get_default("gpu_memory_utilization"))
     try:
-        return AsyncEngineArgs.from_cli_args(namespace)
+        return AsyncEngineArgs.from_cli_args(namespace), namespace
     except (ValueError, TypeError) as error:
         raise EngineStartError(f"engineArgs: {error}") from error
 
@@ -113,6 +140,17 @@ def _refuse_ours(namespace: Any, settings: EngineSettings) -> None:
         if getattr(namespace, name) != ours:
             option = "--" + name.replace("_", "-")
             raise EngineStartError(f"engineArgs: {option} cannot be set; {why}")
+
+
+def _refuse_servers(parser: Any, namespace: Any, names: Iterable[str]) -> None:
+    for name in sorted(set(names) - _FRONT_END):
+        if getattr(namespace, name) != parser.get_default(name):
+            option = "--" + name.replace("_", "-")
+            raise EngineStartError(
+                f"engineArgs: {option} is of vLLM's own HTTP server, which does not run here"
+            )
+    if namespace.enable_auto_tool_choice and not namespace.tool_call_parser:
+        raise EngineStartError("engineArgs: --enable-auto-tool-choice needs --tool-call-parser")
 
 
 def _apply_cpu_defaults(namespace: Any, default_utilization: float) -> None:

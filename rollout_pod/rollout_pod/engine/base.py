@@ -8,9 +8,12 @@ knows which engine runs.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout_pod.protocol import EngineInfo
+
+if TYPE_CHECKING:
+    from rollout_pod.engine.front_end import App
 
 
 class EngineError(Exception):
@@ -73,6 +76,9 @@ class EngineRequest:
     session_id: str | None = None
     priority: int = 0
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    native: object | None = None
+    """From the engine's own front end, instead of ``params`` and all that follows them. Whether
+    outputs hold log-probs is its own matter."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +215,14 @@ class Engine(Protocol):
 
         Raises:
             EngineError: it did not answer in time.
+        """
+
+    def front_end(self) -> "App":
+        """The engine's own OpenAI server, for the ``ROUTES`` of ``front_end``. Known after
+        ``start``.
+
+        Raises:
+            NoFrontEnd: it has none, or none as it was started.
         """
 
     def dead_error(self) -> str | None:

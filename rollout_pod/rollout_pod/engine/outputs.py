@@ -1,12 +1,15 @@
 """What vLLM says of a request, in the words of the Engine Protocol."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from rollout_pod.engine.base import EngineDelta, EngineInternalError, EngineOutput, TopLogProb
 
 NON_FINITE = "non-finite log-prob"
 """The stop reason of an output that was cut, beside the finish reason ``error``."""
+
+Read = Callable[[Any], tuple[EngineDelta, bool]]
 
 
 class Transcript:
@@ -17,10 +20,11 @@ class Transcript:
 
     Args:
         top: How many of the most likely tokens were asked for, beside the sampled one.
+        read: Instead: gives the tokens of an output, and whether it is cut after them.
     """
 
-    def __init__(self, *, top: int) -> None:
-        self._top = top
+    def __init__(self, *, top: int = 0, read: Read | None = None) -> None:
+        self._read = read or (lambda output: _delta_of(output.outputs[0], top=top))
         self._deltas: list[EngineDelta] = []
         self._final: Any = None
         self.is_cut = False
@@ -34,7 +38,7 @@ class Transcript:
         self._final = output
         if self.is_cut or not output.outputs:
             return EngineDelta((), ())
-        delta, self.is_cut = _delta_of(output.outputs[0], top=self._top)
+        delta, self.is_cut = self._read(output)
         self._deltas.append(delta)
         return delta
 

@@ -89,6 +89,17 @@ def build(
     return params
 
 
+def check(params: Any, *, vocab_size: int, has_tokenizer: bool) -> None:
+    """Check what vLLM's own server made of a request, as far as its class does not.
+
+    Raises:
+        InvalidSamplingParams: names the field.
+    """
+    values = {name: getattr(params, name) for name in ALLOWED}
+    given = {name: value for name, value in values.items() if value is not None}
+    _check_values(given, vocab_size=vocab_size, has_tokenizer=has_tokenizer)
+
+
 def for_output(params: Any, *, streams: bool) -> tuple[Any, int]:
     """The parameters for a request that streams or does not, and how many top log-probs it has."""
     if streams:

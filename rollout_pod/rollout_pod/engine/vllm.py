@@ -28,7 +28,10 @@ from rollout_pod.engine.base import (
     OnDelta,
     RankReport,
 )
+from rollout_pod.engine.front_end import App
 from rollout_pod.engine.lifeline import Lifeline, words_of
+from rollout_pod.engine.openai.front_end import FrontEnd
+from rollout_pod.engine.openai.native import Native
 from rollout_pod.engine.output_tail import OutputTail
 from rollout_pod.engine.outputs import NON_FINITE, Transcript, is_refusal
 from rollout_pod.protocol import EngineInfo
@@ -73,6 +76,7 @@ class VllmEngine:
         self._max_logprobs = 0
         self._has_tokenizer = False
         self._takes_session = False
+        self._front_end = FrontEnd(self._lifeline)
         # The tests that show what the CPU repairs are for switch them off; nobody else should.
         self._cpu_repairs = True
 
@@ -90,6 +94,7 @@ class VllmEngine:
                 await asyncio.to_thread(self._note_belongings)
             info = self._constructing.result()
             await self._start_receivers()
+            await self._front_end.start(self._llm)
         except EngineStartError:
             await self.shutdown()
             raise
@@ -105,7 +110,7 @@ class VllmEngine:
 
     def _construct(self) -> EngineInfo:
         """Everything that blocks. In a thread of its own."""
-        args = arguments.parse(self._settings)
+        args, front_end_args = arguments.parse(self._settings)
         if swept := leftovers.sweep_pod():
             log.warning("removed from /dev/shm what a killed engine left: %s", sorted(swept))
         (self._settings.run_dir / "ranks").mkdir(parents=True, exist_ok=True)
@@ -131,6 +136,7 @@ class VllmEngine:
         self._vocab_size = model.get_vocab_size()
         self._max_logprobs = model.max_logprobs
         self._has_tokenizer = not model.skip_tokenizer_init
+        self._front_end.prepare(front_end_args, model)
         self._takes_session = "session_id" in inspect.signature(llm.generate).parameters
         return EngineInfo(
             name="vllm",
@@ -161,6 +167,7 @@ class VllmEngine:
         """See ``Engine``."""
         self._closed = True
         await self._stop_constructing()
+        await self._front_end.close()
         if self._started:
             await asyncio.to_thread(self._note_belongings)
         llm, self._llm = self._llm, None
@@ -255,18 +262,24 @@ class VllmEngine:
         rendered: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt}
         if request.cache_salt is not None:
             rendered["cache_salt"] = request.cache_salt
-        optional = {"session_id": request.session_id} if self._takes_session else {}
-        asked, top = params.for_output(request.params, streams=on_delta is not None)
-        transcript = Transcript(top=top)
+        native = request.native
+        if isinstance(native, Native):
+            params.check(
+                native.params, vocab_size=self._vocab_size, has_tokenizer=self._has_tokenizer
+            )
+            rendered, asked, options = native.prompt, native.params, native.options
+            transcript = Transcript(read=native.read)
+        else:
+            asked, top = params.for_output(request.params, streams=on_delta is not None)
+            options = {
+                "priority": request.priority,
+                "trace_headers": request.trace_headers or None,
+            }
+            if self._takes_session:
+                options["session_id"] = request.session_id
+            transcript = Transcript(top=top)
         try:
-            async for output in llm.generate(
-                rendered,
-                asked,
-                request.engine_id,
-                priority=request.priority,
-                trace_headers=request.trace_headers or None,
-                **optional,
-            ):
+            async for output in llm.generate(rendered, asked, request.engine_id, **options):
                 was_cut = transcript.is_cut
                 delta = transcript.add(output)
                 if on_delta is not None and delta.token_ids:
@@ -289,6 +302,10 @@ class VllmEngine:
     async def abort(self, engine_id: str) -> None:
         """See ``Engine``."""
         await self._lifeline.call(self._alive().abort(engine_id), "abort a request", _CALL_S)
+
+    def front_end(self) -> App:
+        """See ``Engine``."""
+        return self._front_end.app()
 
     # --- scheduler and caches ---
 

@@ -14,6 +14,7 @@ from rollout_pod.protocol.desired import (
 )
 from rollout_pod.protocol.generate import (
     CancelReason,
+    ChoiceWeightVersionSpan,
     FinishReason,
     GenerateDelta,
     GenerateEnd,
@@ -52,6 +53,7 @@ __all__ = [
     "STATE_POLL_MAX_S",
     "TOKEN_HEADER",
     "CancelReason",
+    "ChoiceWeightVersionSpan",
     "DesiredDocument",
     "EngineInfo",
     "FinishReason",

@@ -77,6 +77,12 @@ class WeightVersionSpan(BaseModel):
     end: int
 
 
+class ChoiceWeightVersionSpan(WeightVersionSpan):
+    """A span of one of an OpenAI answer's sequences: ``choice`` is its index."""
+
+    choice: int
+
+
 class TokenLogProb(BaseModel):
     """One of the most likely tokens at a position; ``rank`` 1 is the most likely."""
 

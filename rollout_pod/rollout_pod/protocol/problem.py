@@ -30,6 +30,8 @@ class ProblemCode(StrEnum):
     GATE_CLOSED = "gate_closed"
     """503: a parked request's time is over."""
     DRAINING = "draining"
+    NOT_SUPPORTED = "not_supported"
+    """501: the engine cannot do this as it was started."""
     ENGINE_ERROR = "engine_error"
     INTERNAL = "internal"
 

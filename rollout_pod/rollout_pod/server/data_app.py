@@ -10,6 +10,7 @@ from rollout_pod import __version__
 from rollout_pod.generation import Generation
 from rollout_pod.protocol import GenerateRequest, GenerateResponse, ProblemCode
 from rollout_pod.server.body_limit import BodyLimit
+from rollout_pod.server.openai import openai_routes
 from rollout_pod.server.problems import install_problems, problem_of, problem_response
 from rollout_pod.server.streaming import Stream, Streams
 from rollout_pod.supervisor.supervisor import Supervisor
@@ -22,7 +23,14 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 def make_data_app(supervisor: Supervisor) -> FastAPI:
     """The app of the data port. Needs no token: it changes nothing but what it generates."""
-    app = FastAPI(title="rollout-pod data", version=__version__, strict_content_type=False)
+    app = FastAPI(
+        title="rollout-pod data",
+        version=__version__,
+        strict_content_type=False,
+        docs_url=None,
+        redoc_url=None,
+        routes=openai_routes(supervisor),
+    )
     install_problems(app)
     app.add_middleware(BodyLimit, limit=BODY_LIMIT)
     metrics = supervisor.metrics

@@ -16,6 +16,7 @@ from rollout_pod.engine.base import (
     EngineInternalError,
     InvalidSamplingParams,
 )
+from rollout_pod.engine.front_end import NoFrontEnd
 from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotReady
 from rollout_pod.generation import InvalidField, PromptTooLong
 from rollout_pod.protocol import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
@@ -75,6 +76,7 @@ _KNOWN: Mapping[type, tuple[int, ProblemCode, str, str]] = {
     PromptTooLong: (400, ProblemCode.PROMPT_TOO_LONG, "Prompt too long", ""),
     Fenced: (409, ProblemCode.FENCED, "Fenced", ""),
     PreconditionFailed: (412, ProblemCode.PRECONDITION_FAILED, "Precondition failed", ""),
+    NoFrontEnd: (501, ProblemCode.NOT_SUPPORTED, "No OpenAI routes", ""),
     EngineError: (400, ProblemCode.ENGINE_ERROR, "Refused by the engine", ""),
     EngineInternalError: (500, ProblemCode.ENGINE_ERROR, "The engine failed", ""),
     EngineDeadError: (503, ProblemCode.NOT_READY, "Engine dead", "the engine is dead; it restarts"),

@@ -1,0 +1,111 @@
+"""A request of an agent that knows nothing of pauses: how it passes the gate, again and again."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+from rollout_pod.engine.base import EngineOutput, EngineRequest
+from rollout_pod.engine.front_end import Passage
+from rollout_pod.gate import Draining, Finished, Gate, Refused
+from rollout_pod.protocol import (
+    CancelReason,
+    ChoiceWeightVersionSpan,
+    FinishReason,
+    OnPause,
+    WeightVersionSpan,
+)
+
+_serial = itertools.count()
+
+OnAnswered = Callable[[str, int, bool], None]
+"""Told of each sequence: its finish reason, its tokens, and whether it was cut."""
+
+
+class GatedCall:
+    """See ``engine.front_end.Call``.
+
+    Args:
+        gate: The pod's.
+        returns_partials: What was cut is answered as it is, with finish reason ``abort``.
+        timeout_s: How long it may wait at the gate, all its waits together.
+        on_answered: For metrics.
+    """
+
+    def __init__(
+        self, gate: Gate, *, returns_partials: bool, timeout_s: float, on_answered: OnAnswered
+    ) -> None:
+        self._gate = gate
+        self._returns_partials = returns_partials
+        self._patience_s = timeout_s
+        self._on_answered = on_answered
+        self._choices = 0
+        self._spans: dict[int, list[ChoiceWeightVersionSpan]] = {}
+        self.error: BaseException | None = None
+        """The first one that a sequence ended by."""
+
+    def new_choices(self, count: int) -> int:
+        """See ``Call``."""
+        first, self._choices = self._choices, self._choices + count
+        return first
+
+    async def pass_gate(self, make: Callable[[str], EngineRequest], gone: asyncio.Event) -> Passage:
+        """See ``Call``.
+
+        Raises:
+            NotReady: no version is committed (any more).
+            Draining: the pod ends, and whatever it was to go on with.
+            GateStayedClosed: the time to wait is over.
+        """
+
+        async def is_gone() -> None:
+            await gone.wait()
+
+        came = time.monotonic()
+
+        def admitted(_: object) -> None:
+            self._patience_s -= time.monotonic() - came
+
+        outcome = await self._gate.generate(
+            f"openai-{next(_serial)}",
+            make,
+            on_pause=OnPause.RETURN if self._returns_partials else OnPause.WAIT,
+            timeout_s=max(0.0, self._patience_s),
+            gone=is_gone,
+            on_admit=admitted,
+            on_delta=lambda *_: None,  # tracked: an update that keeps requests keeps this one
+        )
+        return self._passage(outcome)
+
+    def _passage(self, outcome: Finished | Refused) -> Passage:
+        if isinstance(outcome, Refused):
+            return Passage(EngineOutput((), (), FinishReason.ABORT), (), goes_on=False)
+        if outcome.cancel_reason is CancelReason.DRAINING and not self._returns_partials:
+            raise Draining
+        interrupted = outcome.cancel_reason in (CancelReason.PAUSED, CancelReason.UPDATING)
+        spans = tuple(
+            WeightVersionSpan(
+                version=span.weights.version, step=span.weights.step, start=span.start, end=span.end
+            )
+            for span in outcome.spans
+        )
+        goes_on = interrupted and not self._returns_partials
+        return Passage(outcome.output, spans, goes_on=goes_on)
+
+    def finished(
+        self, choice: int, spans: Sequence[WeightVersionSpan], *, reason: str, tokens: int
+    ) -> None:
+        """See ``Call``."""
+        self._spans[choice] = [
+            ChoiceWeightVersionSpan(**span.model_dump(), choice=choice) for span in spans
+        ]
+        self._on_answered(reason, tokens, reason == FinishReason.ABORT)
+
+    def failed(self, error: BaseException) -> None:
+        """See ``Call``."""
+        self.error = self.error or error
+
+    def spans(self, choices: Sequence[int] | None = None) -> list[ChoiceWeightVersionSpan]:
+        """Of these sequences, or of all that are complete."""
+        asked = sorted(self._spans) if choices is None else choices
+        return [span for choice in asked for span in self._spans.get(choice, ())]

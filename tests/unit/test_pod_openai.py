@@ -1,0 +1,281 @@
+"""The OpenAI routes around a small server of the fake engine's, over ASGI."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+
+from rollout_pod.engine.base import EngineRequest
+from rollout_pod.engine.front_end import CALL, ROUTES
+from rollout_pod.protocol import Problem, WeightVersionSpan
+from rollout_pod.server.data_app import make_data_app
+from tests.support.fakes import fake_token
+from tests.support.pods import Pod, ref, running_pod
+
+PROMPT = [1, 2]
+N = 40
+PATH = "/v1/completions"
+
+
+async def fake_server(scope: Any, receive: Any, send: Any) -> None:
+    """What vLLM's does of it: answers tokens in JSON or by events, and every error as 500."""
+    request = Request(scope, receive)
+    if request.url.path == "/v1/models":
+        models = {"object": "list", "data": [{"id": "tiny", "max_model_len": 7}]}
+        response: Any = JSONResponse(models)
+    elif json.loads(await request.body()).get("stream"):
+        response = StreamingResponse(_events(), media_type="text/event-stream")
+    else:
+        try:
+            tokens, reason = await _generate()
+        except Exception as error:
+            response = JSONResponse({"error": {"message": str(error)}}, status_code=500)
+        else:
+            choice = {"index": 0, "token_ids": tokens, "finish_reason": reason}
+            response = JSONResponse({"choices": [choice]})
+    await response(scope, receive, send)
+
+
+async def _events() -> AsyncIterator[str]:
+    queue: asyncio.Queue[Any] = asyncio.Queue()
+    task = asyncio.create_task(_generate(queue.put_nowait))
+    task.add_done_callback(lambda _: queue.put_nowait(None))
+    while (tokens := await queue.get()) is not None:
+        yield _event(choices=[{"index": 0, "token_ids": tokens, "finish_reason": None}])
+    error = task.exception()
+    if error is not None:
+        yield _event(error={"message": str(error)})
+    else:
+        yield _event(choices=[{"index": 0, "token_ids": [], "finish_reason": task.result()[1]}])
+        yield _event(choices=[], usage={"completion_tokens": len(task.result()[0])})
+    yield "data: [DONE]\n\n"
+
+
+def _event(**document: object) -> str:
+    return f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
+
+
+async def _generate(on_tokens: Callable[[list[int]], None] | None = None) -> tuple[list[int], str]:
+    call = CALL.get()
+    number = call.new_choices(1)
+    tokens: list[int] = []
+    spans: list[WeightVersionSpan] = []
+    while True:
+        prompt, left = [*PROMPT, *tokens], N - len(tokens)
+
+        def make(engine_id: str, prompt: list[int] = prompt, left: int = left) -> EngineRequest:
+            return EngineRequest(engine_id, prompt, params=left)
+
+        try:
+            passage = await call.pass_gate(make, asyncio.Event())
+        except Exception as error:
+            call.failed(error)
+            raise
+        start = len(tokens)
+        tokens += passage.output.token_ids
+        if on_tokens:
+            on_tokens(list(passage.output.token_ids))
+        spans += [
+            span.model_copy(update={"start": start + span.start, "end": start + span.end})
+            for span in passage.spans
+        ]
+        if not passage.goes_on:
+            reason = str(passage.output.finish_reason)
+            call.finished(number, spans, reason=reason, tokens=len(tokens))
+            return tokens, reason
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+    async with running_pod(tmp_path / "run") as pod:
+        pod.engine.server = fake_server
+        pod.engine.step_s = 0.005
+        pod.want()
+        await pod.serving("base")
+        yield pod
+
+
+@pytest.fixture
+async def data(pod: Pod) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_data_app(pod.supervisor), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://pod") as client:
+        yield client
+
+
+async def running(pod: Pod) -> None:
+    while pod.supervisor.gate.unfinished == 0:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.03)
+
+
+async def paused(pod: Pod) -> None:
+    await pod.until(lambda s: s.phase == "Paused")
+
+
+def check(tokens: list[int], spans: list[dict[str, Any]]) -> None:
+    """Each token is of the version that its span names."""
+    history, at = list(PROMPT), 0
+    for span in spans:
+        assert (span["start"], span["choice"]) == (at, 0)
+        for token in tokens[at : span["end"]]:
+            assert token == fake_token(span["version"], history)
+            history.append(token)
+        at = span["end"]
+    assert at == len(tokens)
+
+
+def problem(answer: httpx.Response, status: int) -> Problem:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    if status == 503:
+        assert int(answer.headers["retry-after"]) > 0
+    return Problem.model_validate_json(answer.content)
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+async def test_cut_by_a_pause_and_by_an_update(pod: Pod, data: httpx.AsyncClient) -> None:
+    asking = asyncio.create_task(data.post(PATH, json={}))
+    await running(pod)
+    pod.want(paused=True)
+    await paused(pod)
+    await asyncio.sleep(0.05)
+    assert not asking.done() and pod.supervisor.gate.parked == 1
+    pod.want()
+    await running(pod)
+    pod.want(ref("step-1", step=1))
+    answer = await asking
+    assert answer.status_code == 200
+    body = answer.json()
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert len(body["choices"][0]["token_ids"]) == N
+    assert [(s["version"], s["step"]) for s in body["weight_versions"]][-1] == ("step-1", 1)
+    assert len({s["version"] for s in body["weight_versions"]}) == 2
+    check(body["choices"][0]["token_ids"], body["weight_versions"])
+    assert 'rollout_requests_total{result="length"} 1.0' in (await data.get("/metrics")).text
+
+
+async def test_stream_cut_by_an_update(pod: Pod, data: httpx.AsyncClient) -> None:
+    asking = asyncio.create_task(data.post(PATH, json={"stream": True}))
+    await running(pod)
+    pod.want(ref("step-1"))
+    *chunks, last, usage = events(await asking)
+    assert len(chunks) >= 2 and not any("weight_versions" in chunk for chunk in chunks)
+    tokens = [t for chunk in [*chunks, last] for t in chunk["choices"][0]["token_ids"]]
+    assert len(tokens) == N
+    assert [s["version"] for s in last["weight_versions"]] == ["base", "step-1"]
+    assert usage["weight_versions"] == last["weight_versions"]
+    check(tokens, last["weight_versions"])
+
+
+async def test_partials_by_opt_in(pod: Pod, data: httpx.AsyncClient) -> None:
+    headers = {"X-Rollout-On-Pause": "return"}
+    asking = asyncio.create_task(data.post(PATH, json={}, headers=headers))
+    await running(pod)
+    pod.want(paused=True)
+    choice = (await asking).json()["choices"][0]
+    assert choice["finish_reason"] == "abort" and 0 < len(choice["token_ids"]) < N
+    refused = (await data.post(PATH, json={}, headers=headers)).json()["choices"][0]
+    assert (refused["finish_reason"], refused["token_ids"]) == ("abort", [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_paused_for_too_long(pod: Pod, data: httpx.AsyncClient, stream: bool) -> None:
+    pod.want(paused=True)
+    await paused(pod)
+    headers = {"X-Rollout-Timeout-S": "0.1"}
+    answer = await data.post(PATH, json={"stream": stream}, headers=headers)
+    assert problem(answer, 503).code == "gate_closed"
+    assert pod.supervisor.gate.parked == 0
+
+
+async def test_the_deadline_counts_all_waits_and_no_generation(
+    pod: Pod, data: httpx.AsyncClient
+) -> None:
+    headers = {"X-Rollout-Timeout-S": "0.15"}
+    asking = asyncio.create_task(data.post(PATH, json={"stream": True}, headers=headers))
+    await running(pod)
+    for _ in range(2):
+        pod.want(paused=True)
+        await paused(pod)
+        await asyncio.sleep(0.1)
+        pod.want()
+        await asyncio.sleep(0.02)
+    first, *_, last = events(await asking)
+    assert first["choices"][0]["token_ids"]
+    assert last["error"] == {
+        "message": "generation stayed paused for the whole timeout_s",
+        "type": "gate_closed",
+        "code": 503,
+    }
+
+
+async def test_not_ready_and_draining(pod: Pod, data: httpx.AsyncClient) -> None:
+    pod.supervisor.begin_drain()
+    for path, method in ROUTES.items():
+        assert problem(await data.request(method, path), 503).code == "draining"
+
+
+async def test_before_the_first_version(tmp_path: Path) -> None:
+    async with running_pod(tmp_path / "run") as pod:
+        transport = httpx.ASGITransport(make_data_app(pod.supervisor))
+        async with httpx.AsyncClient(transport=transport, base_url="http://pod") as client:
+            assert problem(await client.get("/v1/models"), 503).code == "not_ready"
+
+
+async def test_a_death_is_no_answer_of_the_servers(pod: Pod, data: httpx.AsyncClient) -> None:
+    asking = asyncio.create_task(data.post(PATH, json={}))
+    await running(pod)
+    pod.engine.kill("gone")
+    assert problem(await asking, 503).code == "not_ready"
+
+
+async def test_without_a_server(pod: Pod, data: httpx.AsyncClient) -> None:
+    pod.engine.server = None
+    told = problem(await data.post(PATH, json={}), 501)
+    assert (told.code, told.detail) == ("not_supported", "the fake engine has no server")
+
+
+async def test_models(pod: Pod, data: httpx.AsyncClient) -> None:
+    answer = await data.get("/v1/models")
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert answer.json()["data"] == [{"id": "tiny", "max_model_len": 7, "weight_version": "base"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-Rollout-On-Pause", "abort"),
+        ("X-Rollout-Timeout-S", "soon"),
+        ("X-Rollout-Timeout-S", "0"),
+        ("X-Rollout-Timeout-S", "nan"),
+        ("X-Rollout-Timeout-S", "1e9"),
+    ],
+)
+async def test_headers(data: httpx.AsyncClient, name: str, value: str) -> None:
+    told = problem(await data.post(PATH, json={}, headers={name: value}), 422)
+    assert [e.field for e in told.errors] == [name]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/embeddings", "/v1/responses", "/v1/chat/completions/batch",
+        "/pause", "/collective_rpc", "/docs", "/redoc", "/tokenizer_info", "/invocations", "/ping",
+    ],
+)  # fmt: skip
+async def test_nothing_else(data: httpx.AsyncClient, path: str) -> None:
+    assert problem(await data.get(path), 404).code == "not_found"
+    assert problem(await data.post(path, json={}), 404).code == "not_found"
+    assert problem(await data.get(PATH), 405).code == "method_not_allowed"
