@@ -205,9 +205,9 @@ def main() -> int:
         return 1
     console.print(
         f"[bold green]All as promised[/bold green], in {took}. The cluster runs on "
-        "(`make cluster-down` stops it); to go on by hand:", soft_wrap=True,
+        "(`make cluster-down` stops it); the operator and the replica are gone. To install them by "
+        "hand: README, \"By hand\".", soft_wrap=True,
     )  # fmt: skip
-    console.print(f"  export KUBECONFIG={stage.shell.cluster.kubeconfig}", soft_wrap=True)
     return 0
 
 

@@ -40,7 +40,9 @@ class Ctl:
         try:
             token = (run_dir / "admin" / "token").read_text().strip()
         except (FileNotFoundError, NotADirectoryError):
-            raise CtlError(f"no pod runs from {run_dir}: give its --run-dir") from None
+            raise CtlError(
+                f"no pod runs from {run_dir}, or it has just been started: give its --run-dir"
+            ) from None
         except OSError as error:
             raise CtlError(f"the token in {run_dir} cannot be read: {error.strerror}") from None
         return cls(url, token)

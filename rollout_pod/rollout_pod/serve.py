@@ -121,6 +121,8 @@ async def _serve(settings: ServeSettings) -> int:
         if settings.spawns_agent
         else None
     )
+    log.info("listening", data=settings.data_address, admin=settings.admin_address,
+             run_dir=str(settings.run_dir))  # fmt: skip
     brain = asyncio.create_task(supervisor.run(), name="supervisor")
     try:
         await asyncio.wait({brain, *helpers}, return_when=asyncio.FIRST_COMPLETED)
