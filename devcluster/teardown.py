@@ -25,7 +25,7 @@ def down(settings: Settings, report: Reporter) -> None:
         if before is None and settings.root.exists() and any(settings.root.iterdir()):
             raise DevclusterError(f"{settings.root} is not a dev cluster's state folder")
         bridge_is_ours = network.bridge_owner() == str(settings.root)
-        # containerd forgets the tasks that end while it stops, and the network's folder has their ids
+        # containerd forgets the tasks that end while it stops; the network keeps files of their ids
         ran = leftovers.tasks(settings)
         with report.step("stop the processes"):
             _stop_processes(settings)
