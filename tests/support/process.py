@@ -1,7 +1,6 @@
 """``rollout-pod serve`` as a real process, with the real engine and the real agent."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -216,15 +215,3 @@ def serve_process(model: Path, *options: str, **more: object) -> Iterator[ServeP
                 _, alive = psutil.wait_procs(family, timeout=10)
                 assert not alive, alive
             pod._pool.shutdown(cancel_futures=True)
-
-
-def write_desired(path: Path, document: dict[str, object]) -> None:
-    path.write_text(json.dumps(document))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

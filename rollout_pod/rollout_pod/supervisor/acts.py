@@ -119,6 +119,7 @@ class Acts:
                 reports = await load
         except EngineDeadError as error:
             self.fail_engine(str(error))
+            problems.append(str(error))  # the cause is to be the container's last words
         except (EngineError, TimeoutError) as error:
             problems.append(f"the engine did not report: {error or 'time is over'}")
         finally:
