@@ -41,6 +41,8 @@ class MeasuredPod:
     engine: VllmEngine
     supervisor: Supervisor
     url: str
+    model: str
+    args: tuple[str, ...]
 
 
 @asynccontextmanager
@@ -54,13 +56,8 @@ async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
             make(folder / "model", hidden=1024, layers=8, vocab=8192, dtype="bfloat16")
         else:
             make(folder / "model")
-        engine = VllmEngine(
-            EngineSettings(
-                model=str(folder / "model"),
-                run_dir=folder / "run",
-                args=(*(GPU_ARGS if on_gpu else CPU_ARGS), *args),
-            )
-        )
+        model, all_args = str(folder / "model"), (*(GPU_ARGS if on_gpu else CPU_ARGS), *args)
+        engine = VllmEngine(EngineSettings(model=model, run_dir=folder / "run", args=all_args))
         agent = AgentClient(folder / "run" / "agent.sock")
         supervisor = Supervisor(
             engine, agent, Store(folder),
@@ -77,7 +74,7 @@ async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
                 if tasks[0].done():
                     tasks[0].result()
                 await asyncio.sleep(0.1)
-            yield MeasuredPod(engine, supervisor, f"http://127.0.0.1:{port}")
+            yield MeasuredPod(engine, supervisor, f"http://127.0.0.1:{port}", model, all_args)
         finally:
             supervisor.begin_drain()
             server.should_exit = True
@@ -86,10 +83,10 @@ async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
             await engine.shutdown()
 
 
-async def run_load(pod: MeasuredPod, size: int, tokens: int, kind: str) -> dict[str, Any]:
+async def run_load(url: str, size: int, tokens: int, kind: str) -> dict[str, Any]:
     """What ``benchmarks.load`` prints; it runs in a process of its own."""
     load = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.load", pod.url, str(size), str(tokens), kind),
+        *(sys.executable, "-m", "benchmarks.load", url, str(size), str(tokens), kind),
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await load.communicate()

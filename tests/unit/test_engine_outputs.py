@@ -17,6 +17,18 @@ class Entry:
     rank: int
 
 
+class Flat(list):
+    """Like vLLM's ``FlatLogprobs``: a sequence of dicts, and all values in a row."""
+
+    @property
+    def start_indices(self):
+        return [sum(map(len, self[:i])) for i in range(len(self))]
+
+    @property
+    def logprobs(self):
+        return [entry.logprob for position in self for entry in position.values()]
+
+
 def output(log_probs, *, first=0, finished=True, reason="length", others=()):
     """Tokens ``first``, ``first + 1``, ...; each the likeliest, before ``others``."""
     positions = [
@@ -25,7 +37,7 @@ def output(log_probs, *, first=0, finished=True, reason="length", others=()):
     ]
     choice = SimpleNamespace(
         token_ids=[first + i for i in range(len(log_probs))],
-        logprobs=positions,
+        logprobs=Flat(positions),
         finish_reason=reason if finished else None,
         stop_reason=None,
     )

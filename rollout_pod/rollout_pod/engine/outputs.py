@@ -74,14 +74,14 @@ def is_refusal(error: Exception) -> bool:
 def _delta_of(choice: Any, *, top: int) -> tuple[EngineDelta, bool]:
     """Copy the tokens: vLLM's lists may be shared with its own state. And whether it was cut."""
     token_ids = tuple(choice.token_ids)
-    positions = choice.logprobs if choice.logprobs is not None else ()
+    positions: Any = choice.logprobs if choice.logprobs is not None else ()
     if len(positions) != len(token_ids):
         raise EngineInternalError(
             f"the engine returned {len(token_ids)} tokens and {len(positions)} log-probs"
         )
-    log_probs = tuple(
-        float(position[token].logprob) for token, position in zip(token_ids, positions, strict=True)
-    )
+    # ``flat_logprobs``: the sampled token's comes first at each position
+    starts = positions.start_indices if token_ids else ()
+    log_probs = tuple(positions.logprobs[start] for start in starts)
     whole = len(log_probs)
     end = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), whole)
     delta = EngineDelta(

@@ -79,6 +79,7 @@ def build(
 
     values["max_tokens"] = max_tokens
     values["detokenize"] = bool(values.get("stop"))
+    values["flat_logprobs"] = True  # lists instead of two objects a token
     try:
         # convert, since the class' own constructor checks no types
         params = msgspec.convert(values, SamplingParams, str_keys=True)
