@@ -188,7 +188,7 @@ class Generation:
         generation: int | None = None,
     ) -> GenerateResponse:
         finish_reason = FinishReason(output.finish_reason)
-        return GenerateResponse(
+        return GenerateResponse.model_construct(  # of the pod's own values, not checked again
             request_id=request.request_id,
             token_ids=list(output.token_ids),
             log_probs=list(output.log_probs),
