@@ -36,7 +36,7 @@ async def _measure(quick: bool) -> Result:
         for size in sizes:
             # one after the other, so that a machine that slows down slows all of them
             kinds: dict[str, list[float]] = {"bare": []} | {kind: [] for kind in urls}
-            for _ in range(rounds):
+            for _ in range(rounds if size > 1 else 1):
                 kinds["bare"].append(await _bare(pod, size, tokens))
                 for kind, url in urls.items():
                     kinds[kind].append(await _http(url, size, tokens, kind))

@@ -30,7 +30,19 @@ GPU_ARGS = (
     "--max-model-len=2048",
     "--max-num-seqs=1024",
     "--gpu-memory-utilization=0.4",
+    "--load-format=dummy",
+    # no compilation, which takes minutes; decode steps are graphs
+    '--compilation-config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
 )
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
 SAMPLING = {"temperature": 0, "ignore_eos": True}
 
 
@@ -47,15 +59,17 @@ class MeasuredPod:
 
 @asynccontextmanager
 async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
-    """A random model: a tiny one on the CPU, one of about 0.1 billion parameters on a GPU."""
+    """A model of random weights: a tiny one on the CPU, one of Qwen3-8B's shape on a GPU."""
     configure_logs(level="WARNING")
     on_gpu = torch.cuda.is_available()
     with TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
+        make(folder / "model", dtype="bfloat16" if on_gpu else "float32")
         if on_gpu:
-            make(folder / "model", hidden=1024, layers=8, vocab=8192, dtype="bfloat16")
-        else:
-            make(folder / "model")
+            config = folder / "model" / "config.json"
+            document = json.loads(config.read_text()) | QWEN3_8B
+            document.pop("layer_types", None)  # of the tiny model's layers
+            config.write_text(json.dumps(document))
         model, all_args = str(folder / "model"), (*(GPU_ARGS if on_gpu else CPU_ARGS), *args)
         engine = VllmEngine(EngineSettings(model=model, run_dir=folder / "run", args=all_args))
         agent = AgentClient(folder / "run" / "agent.sock")
