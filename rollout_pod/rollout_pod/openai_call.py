@@ -82,7 +82,11 @@ class GatedCall:
             return Passage(EngineOutput((), (), FinishReason.ABORT), (), goes_on=False)
         if outcome.cancel_reason is CancelReason.DRAINING and not self._returns_partials:
             raise Draining
-        interrupted = outcome.cancel_reason in (CancelReason.PAUSED, CancelReason.UPDATING)
+        interrupted = outcome.cancel_reason in (
+            CancelReason.PAUSED,
+            CancelReason.UPDATING,
+            CancelReason.SLEEPING,
+        )
         spans = tuple(
             WeightVersionSpan(
                 version=span.weights.version, step=span.weights.step, start=span.start, end=span.end

@@ -228,10 +228,10 @@ async def test_the_engine_knows_the_version(engine):
 
 async def test_clearing_caches_tells_that_it_could_not(engine):
     await load(engine)
-    assert await engine.clear_caches() is True
+    assert (await engine.clear_caches()).is_complete
     running = asyncio.ensure_future(run(engine, [5, 6, 7], 600))
     await asyncio.sleep(0.1)
-    assert await engine.clear_caches() is False
+    assert not (await engine.clear_caches()).is_complete
     await engine.pause()
     await running
     await engine.resume()

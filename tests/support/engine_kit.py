@@ -166,7 +166,7 @@ async def update(
     finally:
         await asyncio.to_thread(sender.close)
     if not error and all(r.ok for r in reports):
-        assert await engine.clear_caches()
+        assert (await engine.clear_caches()).is_complete
         await engine.publish_version(version)
         await engine.resume()
     return Sent(reports, sender.buckets, error)

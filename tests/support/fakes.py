@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_pod.engine.base import (
+    CacheReport,
     EngineDeadError,
     EngineDelta,
     EngineError,
@@ -23,9 +24,11 @@ from rollout_pod.engine.base import (
     InvalidTokens,
     OnDelta,
     RankReport,
+    SleepReport,
+    SleepUnsupported,
 )
 from rollout_pod.engine.front_end import App, NoFrontEnd
-from rollout_pod.protocol import EngineInfo
+from rollout_pod.protocol import EngineInfo, SleepTag
 from rollout_pod.weights.agent_client import StageError, TransferError
 
 GARBAGE = "garbage"
@@ -70,6 +73,16 @@ class FakeEngine:
     hangs: bool = False
     silent_ranks: set[int] = field(default_factory=set)
     refuse_clear: int = 0
+    asleep: set[SleepTag] = field(default_factory=set)
+    refuses_sleep: str | None = None
+    """Told by ``sleep_refusal``."""
+    sleep_error: Exception | None = None
+    """Raised by the next ``sleep``."""
+    wake_error: Exception | None = None
+    resize_gate: asyncio.Event | None = None
+    """``sleep`` and ``wake`` take until it is set."""
+    on_cpu: bool = False
+    """Sleeps without releasing anything."""
     agent: "FakeAgent | None" = None
     published: str | None = None
     server: App | None = None
@@ -113,6 +126,8 @@ class FakeEngine:
                 if self.paused:
                     await self._moved.wait()
                     continue
+                if self.asleep:
+                    raise AssertionError("a sleeping engine was made to generate")
                 if self.cache_of not in (None, self.holds):
                     version = GARBAGE  # stale cache
                 else:
@@ -157,6 +172,8 @@ class FakeEngine:
         self.calls.append(f"load {version}{' flush' if flush else ''}")
         if not self.paused:
             raise AssertionError("weights were loaded under running requests")
+        if SleepTag.WEIGHTS in self.asleep:
+            raise AssertionError("weights were loaded into released memory")
         assert self.agent is not None
         outcome = await self.agent.outcome(session, version)
         if outcome == "dies":
@@ -178,13 +195,52 @@ class FakeEngine:
             for r in range(self.world)
         )
 
-    async def clear_caches(self) -> bool:
+    async def clear_caches(self) -> CacheReport:
         self.calls.append("clear")
+        if SleepTag.WEIGHTS in self.asleep:
+            raise AssertionError("the caches of a sleeping engine were cleared")
         if self.refuse_clear:
             self.refuse_clear -= 1
-            return False
+            return CacheReport(prefix=False, multimodal=False, encoder=False)
         self.cache_of = None
-        return True
+        return CacheReport(prefix=True, multimodal=True, encoder=True)
+
+    def sleep_refusal(self) -> str | None:
+        return self.refuses_sleep
+
+    async def sleep(self, level: int) -> SleepReport:
+        self.calls.append(f"sleep {level}")
+        if not self.paused or self._requests or self.asleep:
+            raise AssertionError("only an idle engine that is awake falls asleep")
+        await self._resize()
+        if self.sleep_error:
+            error, self.sleep_error = self.sleep_error, None
+            if not isinstance(error, SleepUnsupported):
+                self.holds = GARBAGE
+            raise error
+        self.asleep = set(SleepTag)
+        self.cache_of = GARBAGE
+        if level == 2:
+            self.holds = GARBAGE
+        return SleepReport(0, "nothing on CPU") if self.on_cpu else SleepReport(3 << 20)
+
+    async def wake(self, tags: frozenset[SleepTag]) -> int:
+        self.calls.append(f"wake {' '.join(sorted(tags))}")
+        if not tags or not tags <= self.asleep:
+            raise AssertionError(f"{tags} do not sleep")
+        await self._resize()
+        if self.wake_error:
+            error, self.wake_error = self.wake_error, None
+            raise error
+        self.asleep -= tags
+        return 0 if self.on_cpu else sum(2 if t is SleepTag.WEIGHTS else 1 for t in tags) << 20
+
+    async def _resize(self) -> None:
+        if self.resize_gate:
+            await self.resize_gate.wait()
+        await asyncio.sleep(0)
+        if self.dead:
+            raise EngineDeadError(self.dead)
 
     async def publish_version(self, version: str) -> None:
         self.published = version

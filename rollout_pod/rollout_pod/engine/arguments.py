@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from rollout_pod.engine.base import EngineSettings, EngineStartError
 from rollout_pod.engine.orphan import SERVER_PID
+from rollout_pod.engine.sleep_mode import can_sleep
 
 WORKER_EXTENSION = "rollout_pod.engine.worker.RolloutWorker"
 
@@ -69,6 +70,8 @@ def parse(settings: EngineSettings) -> tuple[Any, Any]:
     )
     if current_platform.is_cpu():
         parser.set_defaults(enforce_eager=True)
+    if can_sleep():
+        parser.set_defaults(enable_sleep_mode=True)  # so that a sleep needs no restart
     try:
         namespace = parser.parse_args(list(settings.args))
     except (ValueError, TypeError) as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollout_pod.protocol import EngineInfo
+from rollout_pod.protocol import EngineInfo, SleepTag
 
 if TYPE_CHECKING:
     from rollout_pod.engine.front_end import App
@@ -22,6 +22,10 @@ class EngineError(Exception):
 
 class EngineInternalError(EngineError):
     """Nothing was wrong with what it was asked: the fault is the engine's."""
+
+
+class SleepUnsupported(EngineError):
+    """It was not started so that it could sleep. Nothing was released, nothing is lost."""
 
 
 class EngineDeadError(Exception):
@@ -136,6 +140,30 @@ class RankReport:
     """Whether the model was changed: a load that failed untouched poisons nothing."""
 
 
+@dataclass(frozen=True)
+class CacheReport:
+    """Whether each cache was cleared, as the engine itself says."""
+
+    prefix: bool
+    multimodal: bool
+    encoder: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """All of them."""
+        return self.prefix and self.multimodal and self.encoder
+
+
+@dataclass(frozen=True)
+class SleepReport:
+    """What falling asleep released."""
+
+    bytes: int
+    """Of device memory, over all ranks, as measured; 0 where nothing was released."""
+    message: str = ""
+    """Why nothing was."""
+
+
 class Engine(Protocol):
     """An engine inside this process' reach. Every method may raise ``EngineDeadError``."""
 
@@ -198,8 +226,35 @@ class Engine(Protocol):
         does.
         """
 
-    async def clear_caches(self) -> bool:
-        """Clear prefix, multimodal and encoder caches; False where one could not be cleared."""
+    async def clear_caches(self) -> CacheReport:
+        """Clear prefix, multimodal and encoder caches. The prefix cache cannot be cleared while
+        requests hold blocks of it; the others are left alone then, too, since running requests may
+        need what is in them.
+        """
+
+    def sleep_refusal(self) -> str | None:
+        """Why this engine cannot sleep and what to do about it; None where it can. Known after
+        ``start``.
+        """
+
+    async def sleep(self, level: int) -> SleepReport:
+        """Release weights and KV cache. Only while paused and without requests, all resident.
+
+        Level 1 keeps the weights in host memory; after level 2 they are lost, and only a complete
+        ``load_weights`` gives the model defined ones again. The KV cache is lost at either.
+
+        Raises:
+            SleepUnsupported: it cannot; nothing was changed.
+            EngineError: it failed, and nobody knows how far it came.
+        """
+
+    async def wake(self, tags: frozenset[SleepTag]) -> int:
+        """Take back ``tags`` of what sleeps; returns the bytes of device memory that took. The
+        scheduler stays paused also when everything is resident again.
+
+        Raises:
+            EngineError: it failed, and nobody knows how far it came.
+        """
 
     async def publish_version(self, version: str) -> None:
         """Tell the engine the name of what it now holds (for its own metrics and spans)."""

@@ -18,6 +18,7 @@ import psutil
 
 from rollout_pod.engine import arguments, leftovers, params, processes
 from rollout_pod.engine.base import (
+    CacheReport,
     EngineDeadError,
     EngineError,
     EngineInternalError,
@@ -28,6 +29,8 @@ from rollout_pod.engine.base import (
     InvalidTokens,
     OnDelta,
     RankReport,
+    SleepReport,
+    SleepUnsupported,
 )
 from rollout_pod.engine.front_end import App
 from rollout_pod.engine.lifeline import Lifeline, words_of
@@ -35,7 +38,8 @@ from rollout_pod.engine.openai.front_end import FrontEnd
 from rollout_pod.engine.openai.native import Native
 from rollout_pod.engine.output_tail import OutputTail
 from rollout_pod.engine.outputs import NON_FINITE, Transcript, is_refusal
-from rollout_pod.protocol import EngineInfo
+from rollout_pod.engine.sleep_mode import released, sleep_refusal
+from rollout_pod.protocol import EngineInfo, SleepTag
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,8 @@ _POLL_S = 0.2
 _CALL_S = 60.0
 _PAUSE_S = 120.0
 """A pause waits for the step that runs: the longest prefill."""
+_MEMORY_S = 600.0
+"""Falling asleep copies the weights to host memory that has to be pinned first."""
 _SHUTDOWN_S = 1.0
 _SHUTDOWN_WORKERS_S = 4.0
 """Where the engine has workers of its own, which it has to end first."""
@@ -85,6 +91,7 @@ class VllmEngine:
         self._max_logprobs = 0
         self._has_tokenizer = False
         self._takes_session = False
+        self._sleep_refusal: str | None = None
         self._front_end = FrontEnd(self._lifeline)
         # The tests that show what the CPU repairs are for switch them off; nobody else should.
         self._cpu_repairs = True
@@ -147,6 +154,7 @@ class VllmEngine:
         self._max_logprobs = model.max_logprobs
         self._has_tokenizer = not model.skip_tokenizer_init
         self._front_end.prepare(front_end_args, model)
+        self._sleep_refusal = sleep_refusal(model)
         self._takes_session = "session_id" in inspect.signature(llm.generate).parameters
         return EngineInfo(
             name="vllm",
@@ -332,7 +340,7 @@ class VllmEngine:
         if await self._lifeline.call(llm.is_paused(), "say whether it is paused", _CALL_S):
             await self._lifeline.call(llm.resume_generation(), "resume", _CALL_S)
 
-    async def clear_caches(self) -> bool:
+    async def clear_caches(self) -> CacheReport:
         """See ``Engine``."""
         llm = self._alive()
         if self._data_parallel():
@@ -341,10 +349,44 @@ class VllmEngine:
         else:
             call = llm.reset_prefix_cache()
             cleared = [await self._lifeline.call(call, "clear its prefix cache", _CALL_S)]
+        if not all(answer is True for answer in cleared):
+            return CacheReport(prefix=False, multimodal=False, encoder=False)
         # These two answer nothing and raise when they fail.
         await self._lifeline.call(llm.reset_mm_cache(), "clear its multimodal cache", _CALL_S)
         await self._lifeline.call(llm.reset_encoder_cache(), "clear its encoder cache", _CALL_S)
-        return all(answer is True for answer in cleared)
+        return CacheReport(prefix=True, multimodal=True, encoder=True)
+
+    # --- sleep ---
+
+    def sleep_refusal(self) -> str | None:
+        """See ``Engine``."""
+        return self._sleep_refusal
+
+    async def sleep(self, level: int) -> SleepReport:
+        """See ``Engine``."""
+        llm = self._alive()
+        if self._sleep_refusal is not None:
+            raise SleepUnsupported(self._sleep_refusal)
+        before = await self._free_memory()
+        await self._lifeline.call(llm.sleep(level=level), "fall asleep", _MEMORY_S)
+        return released(before, await self._free_memory())
+
+    async def wake(self, tags: frozenset[SleepTag]) -> int:
+        """See ``Engine``."""
+        llm = self._alive()
+        before = await self._free_memory()
+        names = sorted(tag.value for tag in tags)
+        await self._lifeline.call(llm.wake_up(tags=names), "wake up", _MEMORY_S)
+        # vLLM lets its scheduler go on as soon as everything is resident.
+        if not await self._lifeline.call(llm.is_paused(), "say whether it is paused", _CALL_S):
+            await self.pause()
+        after = await self._free_memory()
+        return 0 if before is None or after is None else max(0, before - after)
+
+    async def _free_memory(self) -> int | None:
+        """Of all ranks' devices together, in bytes; None on CPU."""
+        answers = await self._on_ranks("rollout_free_memory", (), _CALL_S)
+        return None if None in answers else sum(answers)
 
     # --- weights ---
 

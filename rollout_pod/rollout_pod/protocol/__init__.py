@@ -3,12 +3,15 @@
 Imported by all three; imports nothing but pydantic.
 """
 
+from rollout_pod.protocol.caches import CachesCleared, ClearCachesRequest
 from rollout_pod.protocol.desired import (
     BASE_VERSION,
     LOCAL_OWNER,
     DesiredDocument,
     Interruption,
     InterruptionMode,
+    SleepSpec,
+    SleepTag,
     WeightsRef,
     WeightsSource,
 )
@@ -30,6 +33,7 @@ from rollout_pod.protocol.state import (
     GateState,
     PodPhase,
     RankState,
+    SleepState,
     StateDocument,
     UpdatePhase,
     UpdateSeconds,
@@ -52,8 +56,10 @@ __all__ = [
     "PROBLEM_MEDIA_TYPE",
     "STATE_POLL_MAX_S",
     "TOKEN_HEADER",
+    "CachesCleared",
     "CancelReason",
     "ChoiceWeightVersionSpan",
+    "ClearCachesRequest",
     "DesiredDocument",
     "EngineInfo",
     "FinishReason",
@@ -69,6 +75,9 @@ __all__ = [
     "Problem",
     "ProblemCode",
     "RankState",
+    "SleepSpec",
+    "SleepState",
+    "SleepTag",
     "StateDocument",
     "TokenLogProb",
     "UpdatePhase",

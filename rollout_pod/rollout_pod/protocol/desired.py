@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 BASE_VERSION: Final = "base"
 """The name of the model's own checkpoint."""
@@ -64,6 +64,29 @@ class Interruption(_Document):
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
 
 
+class SleepTag(StrEnum):
+    """A part of the engine's memory that can be released and taken back."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+class SleepSpec(_Document):
+    """What of the engine's memory stays released. To wake a part is to name it no longer."""
+
+    level: Literal[1, 2] = 1
+    """Of the weights: 1 moves them to host memory, 2 drops them (a complete update brings them
+    back). What the KV cache holds is dropped at either level."""
+    tags: Annotated[tuple[SleepTag, ...], Field(min_length=1, max_length=2)] = tuple(SleepTag)
+
+    @field_validator("tags")
+    @classmethod
+    def _each_once(cls, tags: tuple[SleepTag, ...]) -> tuple[SleepTag, ...]:
+        if len(set(tags)) != len(tags):
+            raise ValueError("name each tag once: weights, kv_cache or both")
+        return tuple(tag for tag in SleepTag if tag in tags)
+
+
 class DesiredDocument(_Document):
     """What a pod has to become. Fenced by ``owner`` and ``generation``."""
 
@@ -75,6 +98,8 @@ class DesiredDocument(_Document):
     fallback: WeightsRef | None = None
     """The version that this replica committed last; None for a new one."""
     interruption: Interruption = Interruption()
+    sleep: SleepSpec | None = None
+    """None keeps all memory resident. While anything is released nothing is generated."""
     bucket_bytes: Annotated[int, Field(ge=1 << 12, le=1 << 34)] = 256 << 20
     update_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3

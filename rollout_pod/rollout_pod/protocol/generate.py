@@ -38,6 +38,8 @@ class CancelReason(StrEnum):
     """The gate was closed when the request came: the engine never saw it."""
     PAUSED = "paused"
     UPDATING = "updating"
+    SLEEPING = "sleeping"
+    """The engine's memory was released: it may take long until this pod generates again."""
     CANCELLED = "cancelled"
     """By the caller."""
     DRAINING = "draining"

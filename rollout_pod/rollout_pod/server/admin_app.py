@@ -5,7 +5,13 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, Header, HTTPException, Query, Response
 
 from rollout_pod import __version__
-from rollout_pod.protocol import STATE_POLL_MAX_S, DesiredDocument, StateDocument
+from rollout_pod.protocol import (
+    STATE_POLL_MAX_S,
+    CachesCleared,
+    ClearCachesRequest,
+    DesiredDocument,
+    StateDocument,
+)
 from rollout_pod.server.auth import Tokens, require_token
 from rollout_pod.server.body_limit import BodyLimit
 from rollout_pod.server.problems import install_problems
@@ -59,5 +65,14 @@ def make_admin_app(supervisor: Supervisor, tokens: Tokens) -> FastAPI:
         state = await supervisor.board.wait_news(after=after, timeout_s=timeout)
         response.headers.update(etag(state))
         return state
+
+    @app.post("/admin/v1/clear-caches")
+    async def clear_caches(body: ClearCachesRequest | None = None) -> CachesCleared:
+        """Clear prefix, multimodal and encoder caches; tried again while requests need them.
+
+        Serving goes on. 503 ``cache_in_use`` when ``timeout_s`` is over, 409 ``asleep``.
+        """
+        asked = body or ClearCachesRequest()
+        return await supervisor.clear_caches(timeout_s=asked.timeout_s)
 
     return app

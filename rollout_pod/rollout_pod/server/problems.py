@@ -21,6 +21,7 @@ from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotRe
 from rollout_pod.generation import InvalidField, PromptTooLong
 from rollout_pod.protocol import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.problem import FieldError
+from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
 from rollout_pod.supervisor.supervisor import Fenced, PreconditionFailed
 
 log = structlog.get_logger(__name__)
@@ -77,6 +78,9 @@ _KNOWN: Mapping[type, tuple[int, ProblemCode, str, str]] = {
     Fenced: (409, ProblemCode.FENCED, "Fenced", ""),
     PreconditionFailed: (412, ProblemCode.PRECONDITION_FAILED, "Precondition failed", ""),
     NoFrontEnd: (501, ProblemCode.NOT_SUPPORTED, "No OpenAI routes", ""),
+    EngineNotUp: (503, ProblemCode.NOT_READY, "Not ready", ""),
+    EngineAsleep: (409, ProblemCode.ASLEEP, "Asleep", ""),
+    CachesInUse: (503, ProblemCode.CACHE_IN_USE, "Caches in use", ""),
     EngineError: (400, ProblemCode.ENGINE_ERROR, "Refused by the engine", ""),
     EngineInternalError: (500, ProblemCode.ENGINE_ERROR, "The engine failed", ""),
     EngineDeadError: (503, ProblemCode.NOT_READY, "Engine dead", "the engine is dead; it restarts"),
