@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_pod.protocol import (
@@ -597,6 +597,7 @@ def do(step: plan.Step, state: PodState) -> PodState:
             raise AssertionError(step)
 
 
+@settings(deadline=None)
 @given(desired=documents(), state=states())
 def test_every_state_comes_to_rest_where_the_document_says(
     desired: DesiredDocument, state: PodState
