@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import json
 import random
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from examples.tiny_models import Kind, make
 from rollout_pod.engine.base import EngineOutput, EngineRequest, EngineSettings, RankReport
@@ -34,9 +35,66 @@ BASE_ARGS = ("--dtype=float32", "--max-model-len=2048", "--max-num-seqs=64")
 @lru_cache
 def checkpoint(kind: Kind, seed: int) -> Path:
     """A tiny checkpoint; the same one every time it is asked for."""
-    path = Path(tempfile.mkdtemp(prefix=f"tiny-{kind}-{seed}-"))
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    path = _temporary(f"tiny-{kind}-{seed}-")
     make(path, kind=kind, seed=seed, shards=1 + seed)
+    return path
+
+
+LORA_RANK = 4
+_LORA_SCALE = 2.0
+_LORA_MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+
+
+def _temporary(prefix: str) -> Path:
+    path = Path(tempfile.mkdtemp(prefix=prefix))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def _lora_of(base: Path, seed: int) -> dict[str, torch.Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, weight in sorted(tensors_of(base).items()):
+        module = name.removesuffix(".weight")
+        if module.endswith(_LORA_MODULES):
+            for half, shape in (
+                ("A", (LORA_RANK, weight.shape[1])),
+                ("B", (weight.shape[0], LORA_RANK)),
+            ):
+                noise = torch.randn(shape, generator=dice) * (1.0 / shape[1] ** 0.5)
+                weights[f"{module}.lora_{half}.weight"] = noise
+    return weights
+
+
+@lru_cache
+def adapter(base: Path, seed: int) -> Path:
+    """A tiny random LoRA adapter, in the files that PEFT writes."""
+    path = _temporary(f"tiny-lora-{seed}-")
+    weights = {f"base_model.model.{n}": w for n, w in _lora_of(base, seed).items()}
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": LORA_RANK,
+        "lora_alpha": LORA_RANK * _LORA_SCALE, "lora_dropout": 0.0,
+        "target_modules": sorted({module.split(".")[-1] for module in _LORA_MODULES}),
+    }  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+@lru_cache
+def merged(base: Path, seed: int) -> Path:
+    """The checkpoint that ``base`` with ``adapter(_, seed)`` is as good as."""
+    path = _temporary(f"tiny-merged-{seed}-")
+    for file in base.iterdir():
+        if not file.name.startswith("model"):
+            shutil.copy(file, path)
+    tensors, lora = tensors_of(base), _lora_of(base, seed)
+    for name in lora:
+        if name.endswith(".lora_A.weight"):
+            module = name.removesuffix(".lora_A.weight")
+            change = lora[f"{module}.lora_B.weight"] @ lora[name]
+            tensors[f"{module}.weight"] += _LORA_SCALE * change
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 
 

@@ -20,9 +20,11 @@ from rollout_pod.engine.base import (
     EngineOutput,
     EngineRequest,
     EngineSettings,
+    InvalidField,
     InvalidSamplingParams,
     InvalidTokens,
     OnDelta,
+    Prepared,
     RankReport,
     SleepReport,
     SleepUnsupported,
@@ -86,6 +88,9 @@ class FakeEngine:
     agent: "FakeAgent | None" = None
     published: str | None = None
     server: App | None = None
+    media_gate: asyncio.Event | None = None
+    requests: list[EngineRequest] = field(default_factory=list)
+    """All that came, in order."""
     calls: list[str] = field(default_factory=list)
     _requests: dict[str, _Request] = field(default_factory=dict)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
@@ -103,7 +108,7 @@ class FakeEngine:
 
     def sampling_params(self, raw: Mapping[str, Any], *, max_tokens: int) -> object:
         for name in raw:
-            if name not in {"temperature", "min_tokens"}:
+            if name not in {"temperature", "min_tokens", "seed", "structured_outputs"}:
                 raise InvalidSamplingParams(name, "unknown sampling parameter")
         return max_tokens
 
@@ -112,12 +117,31 @@ class FakeEngine:
             if not 0 <= token < VOCAB:
                 raise InvalidTokens(position, f"{token} is no token id of this model")
 
+    async def prepare(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        media: Mapping[str, Sequence[str]] | None = None,
+        routed_experts: bool = False,
+    ) -> Prepared:
+        """``media`` adds 9 tokens an item, once ``media_gate`` opens."""
+        self.calls.append(f"prepare {len(prompt_token_ids)} {lora} {media} {routed_experts}")
+        if lora not in (None, "known"):
+            raise InvalidField("lora", f"no adapter is called {lora!r}; known: known")
+        if self.media_gate:
+            await self.media_gate.wait()
+        added = [7] * 9 * sum(len(urls) for urls in (media or {}).values())
+        prompt = [*prompt_token_ids, *added]
+        return Prepared(len(prompt), prompt=prompt if media else None, lora=lora)
+
     async def generate(
         self, request: EngineRequest, on_delta: OnDelta | None = None
     ) -> EngineOutput:
         if request.engine_id in self._requests:
             raise AssertionError("an engine id was used twice")
         mine = self._requests[request.engine_id] = _Request()
+        self.requests.append(request)
         assert isinstance(request.params, int)
         try:
             while len(mine.tokens) < request.params and not mine.aborted:

@@ -164,6 +164,9 @@ def _apply_cpu_defaults(namespace: Any, default_utilization: float) -> None:
     ):
         # vLLM would take most of the host's memory.
         namespace.kv_cache_memory_bytes = _CPU_KV_BYTES
+    if namespace.enable_lora:
+        # vLLM's CPU kernels take the last slot for requests that name no adapter: it stays empty.
+        namespace.max_loras = max(namespace.max_loras, len(namespace.lora_modules or ()) + 1)
     if (
         namespace.distributed_executor_backend is None
         and namespace.tensor_parallel_size

@@ -14,11 +14,12 @@ from rollout_pod.engine.base import (
     EngineDeadError,
     EngineError,
     EngineInternalError,
+    InvalidField,
     InvalidSamplingParams,
 )
 from rollout_pod.engine.front_end import NoFrontEnd
 from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotReady
-from rollout_pod.generation import InvalidField, PromptTooLong
+from rollout_pod.generation import PromptTooLong
 from rollout_pod.protocol import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.problem import FieldError
 from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
