@@ -5,14 +5,14 @@ and what a cut changes.
 import asyncio
 import json
 import math
-import uuid
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from rollout_pod.engine.base import EngineOutput, EngineRequest, InvalidField, InvalidSamplingParams
+from rollout_pod.engine.base import EngineOutput, InvalidField, InvalidSamplingParams
 from rollout_pod.engine.vllm import VllmEngine
+from tests.support import engine_kit
 from tests.support.engine_kit import (
     GREEDY,
     LORA_RANK,
@@ -45,25 +45,9 @@ pytestmark = [
 PROMPT = prompts(1)[0]
 
 
-async def ask(
-    engine: VllmEngine,
-    sampling: dict[str, Any],
-    *,
-    prompt: list[int] = PROMPT,
-    generated: tuple[int, ...] = (),
-    max_tokens: int = 32,
-    on_delta: Any = None,
-    **more: Any,
-) -> EngineOutput:
-    prepared = await engine.prepare(prompt, **more) if more else None
-    request = EngineRequest(
-        engine_id=uuid.uuid4().hex,
-        prompt_token_ids=[*prompt, *generated],
-        params=engine.sampling_params(sampling, max_tokens=max_tokens),
-        num_generated=len(generated),
-        prepared=prepared,
-    )
-    return await engine.generate(request, on_delta)
+async def ask(engine: VllmEngine, sampling: dict[str, Any], **how: Any) -> EngineOutput:
+    prompt = how.pop("prompt", PROMPT)
+    return await engine_kit.ask(engine, prompt, sampling, **how)
 
 
 def text_of(engine: VllmEngine, tokens: tuple[int, ...]) -> str:

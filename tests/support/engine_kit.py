@@ -14,18 +14,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from examples.tiny_models import Kind, make
-from rollout_pod.engine.base import EngineOutput, EngineRequest, EngineSettings, RankReport
+from rollout_pod.engine.base import (
+    EngineOutput,
+    EngineRequest,
+    EngineSettings,
+    OnDelta,
+    RankReport,
+)
 from rollout_pod.engine.boot_record import spec_of
 from rollout_pod.engine.vllm import VllmEngine, create
 from rollout_pod.weights.buckets import make_plan
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.segment import Segment
 from rollout_pod.weights.sender import Session, SessionError
+from tests.support.tiny_vision import make_vision
 
 SHM = Path("/dev/shm")
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -33,10 +41,13 @@ BASE_ARGS = ("--dtype=float32", "--max-model-len=2048", "--max-num-seqs=64")
 
 
 @lru_cache
-def checkpoint(kind: Kind, seed: int) -> Path:
+def checkpoint(kind: Kind | Literal["vision"], seed: int) -> Path:
     """A tiny checkpoint; the same one every time it is asked for."""
     path = _temporary(f"tiny-{kind}-{seed}-")
-    make(path, kind=kind, seed=seed, shards=1 + seed)
+    if kind == "vision":
+        make_vision(path, seed=seed)
+    else:
+        make(path, kind=kind, seed=seed, shards=1 + seed)
     return path
 
 
@@ -159,6 +170,28 @@ async def run(
     return await engine.generate(
         EngineRequest(engine_id=uuid.uuid4().hex, prompt_token_ids=prompt, params=params)
     )
+
+
+async def ask(
+    engine: VllmEngine,
+    prompt: list[int],
+    sampling: dict[str, Any],
+    *,
+    generated: tuple[int, ...] = (),
+    max_tokens: int = 32,
+    on_delta: OnDelta | None = None,
+    **more: Any,
+) -> EngineOutput:
+    """As one attempt of a rollout; ``more`` is what ``Engine.prepare`` takes."""
+    prepared = await engine.prepare(prompt, **more) if more else None
+    request = EngineRequest(
+        engine_id=uuid.uuid4().hex,
+        prompt_token_ids=[*prompt, *generated],
+        params=engine.sampling_params(sampling, max_tokens=max_tokens),
+        num_generated=len(generated),
+        prepared=prepared,
+    )
+    return await engine.generate(request, on_delta)
 
 
 async def run_all(engine: VllmEngine, count: int = 8, max_tokens: int = 48) -> list[EngineOutput]:

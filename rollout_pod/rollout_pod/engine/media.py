@@ -108,7 +108,8 @@ class Media:
             config = self._config
             self._connector = MEDIA_CONNECTOR_REGISTRY.load(
                 envs.VLLM_MEDIA_CONNECTOR,
-                connection=_bounded_connection(),
+                # a redirect could lead out of the allowed domains
+                connection=_bounded_connection(follows=not config.allowed_media_domains),
                 media_io_kwargs=config.multimodal_config.media_io_kwargs,
                 allowed_local_media_path=config.allowed_local_media_path,
                 allowed_media_domains=config.allowed_media_domains,
@@ -116,11 +117,15 @@ class Media:
         return self._connector
 
 
-def _bounded_connection() -> Any:
+class _TooLong(Exception):
+    """No ValueError: vLLM would say that the URL is wrong."""
+
+
+def _bounded_connection(*, follows: bool) -> Any:
     from vllm.connections import HTTPConnection
 
     class Bounded(HTTPConnection):  # type: ignore[misc]  # vLLM is untyped here
-        """Its downloads end at ``MAX_BYTES``."""
+        """Its downloads end at ``MAX_BYTES``, and leave no connection behind."""
 
         async def async_get_bytes(
             self,
@@ -130,19 +135,24 @@ def _bounded_connection() -> Any:
             allow_redirects: bool = True,
             max_bytes: int | None = None,
         ) -> bytes:
+            self._validate_http_url(url)
             limit = min(max_bytes or MAX_BYTES, MAX_BYTES)
             body = bytearray()
-            async with await self.get_async_response(
-                url, timeout=timeout, allow_redirects=allow_redirects
-            ) as response:
+            async with (
+                asyncio.timeout(timeout),
+                await self.get_async_client() as client,
+                client.get(
+                    url, headers=self._headers(), allow_redirects=allow_redirects and follows
+                ) as response,
+            ):
                 response.raise_for_status()
                 async for chunk in response.content.iter_chunked(1 << 16):
                     body += chunk
                     if len(body) > limit:
-                        raise ValueError(f"longer than {limit} bytes")
+                        raise _TooLong(f"longer than {limit} bytes")
             return bytes(body)
 
-    return Bounded()
+    return Bounded(reuse_client=False)
 
 
 def send_whole(renderer: Any, model_config: Any) -> None:
