@@ -267,6 +267,15 @@ async def test_an_adapter_is_as_good_as_merged_weights(
     assert rest.token_ids == adapted.token_ids[20:]
 
 
+async def test_the_openai_server_numbers_adapters_alike(engine: VllmEngine) -> None:
+    """Else the engine would take one for another."""
+    theirs = engine._front_end.app().state.openai_serving_models.lora_requests  # type: ignore[attr-defined]
+    assert {n: (r.lora_int_id, r.lora_path) for n, r in theirs.items()} == {
+        n: (r.lora_int_id, r.lora_path) for n, r in engine._adapters.items()
+    }
+    assert set(theirs) == {"one", "two"}
+
+
 async def test_an_update_changes_the_base_and_keeps_the_adapters(engine: VllmEngine) -> None:
     new = checkpoint("dense", 1)
     sent = await update(engine, tensors_of(new))

@@ -20,6 +20,7 @@ from rollout_pod.engine.base import (
     EngineOutput,
     EngineRequest,
     EngineSettings,
+    ExpertIds,
     InvalidField,
     InvalidSamplingParams,
     InvalidTokens,
@@ -28,6 +29,7 @@ from rollout_pod.engine.base import (
     RankReport,
     SleepReport,
     SleepUnsupported,
+    TopLogProb,
 )
 from rollout_pod.engine.front_end import App, NoFrontEnd
 from rollout_pod.protocol import EngineInfo, SleepTag
@@ -133,7 +135,12 @@ class FakeEngine:
             await self.media_gate.wait()
         added = [7] * 9 * sum(len(urls) for urls in (media or {}).values())
         prompt = [*prompt_token_ids, *added]
-        return Prepared(len(prompt), prompt=prompt if media else None, lora=lora)
+        return Prepared(
+            len(prompt),
+            prompt=prompt if media else None,
+            lora=lora,
+            routed_experts=routed_experts,
+        )
 
     async def generate(
         self, request: EngineRequest, on_delta: OnDelta | None = None
@@ -161,7 +168,14 @@ class FakeEngine:
                     on_delta(EngineDelta((mine.tokens[-1],), (-0.5,)))
                 await asyncio.sleep(self.step_s)
             reason = "abort" if mine.aborted else "length"
-            return EngineOutput(tuple(mine.tokens), (-0.5,) * len(mine.tokens), reason)
+            told = request.prepared is not None and request.prepared.routed_experts
+            return EngineOutput(
+                tuple(mine.tokens),
+                (-0.5,) * len(mine.tokens),
+                reason,
+                prompt_log_probs=(None, (TopLogProb(2, -0.25, 1),)) if told else None,
+                routed_experts=ExpertIds((1, 1, 2), "uint8", b"\x05\x06") if told else None,
+            )
         finally:
             del self._requests[request.engine_id]
 

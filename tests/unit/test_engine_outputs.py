@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from rollout_pod.engine.base import EngineInternalError, EngineOutput, TopLogProb
+from rollout_pod.engine.base import EngineInternalError, EngineOutput, ExpertIds, TopLogProb
 from rollout_pod.engine.outputs import NON_FINITE, Transcript, is_refusal
 
 NAN, INF = float("nan"), float("inf")
@@ -106,3 +107,59 @@ def test_a_refusal_is_no_fault():
     assert is_refusal(VLLMValidationError("no"))
     assert is_refusal(wrapped)
     assert not is_refusal(RuntimeError("bug"))
+
+
+def told_of_prompt(positions, *, count=3, top=1):
+    transcript = Transcript(prompt=count, prompt_top=top)
+    made = output([-1.0])
+    made.prompt_logprobs, made.prompt_token_ids = positions, [7, 8, 9, 10]
+    transcript.add(made)
+    made.prompt_logprobs = []  # vLLM tells them once
+    transcript.add(made)
+    return transcript.output().prompt_log_probs
+
+
+def test_log_probs_of_a_prompt():
+    likely = {8: Entry(-3.0, 40), 1: Entry(-0.5, 1)}
+    positions = [None, likely, {9: Entry(-0.2, 1)}, {10: Entry(-9.0, 1)}]
+    assert told_of_prompt(positions) == (
+        None,
+        (TopLogProb(8, -3.0, 40), TopLogProb(1, -0.5, 1)),
+        (TopLogProb(9, -0.2, 1),),
+    )
+    assert told_of_prompt(positions[:2]) is None, "it was cut in the prompt"
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_log_prob_of_a_prompt_that_is_no_number(value):
+    positions = [None, {8: Entry(value, 1)}, {9: Entry(-0.2, 2), 1: Entry(value, 1)}]
+    assert told_of_prompt(positions) == (None, None, (TopLogProb(9, -0.2, 2),))
+
+
+def test_routed_experts():
+    array = np.arange(12, dtype=">i2").reshape(2, 3, 2)
+    made = output([-1.0])
+    made.outputs[0].routed_experts = array
+    transcript = Transcript(experts=True)
+    transcript.add(made)
+    told = transcript.output().routed_experts
+    assert told == ExpertIds((2, 3, 2), "int16", array.astype("<i2").tobytes())
+    made.outputs[0].routed_experts = None  # nothing was computed
+    assert transcript.output().routed_experts is None
+    assert Transcript().add(made).token_ids == (0,)
+
+
+def test_what_the_pod_stops_at():
+    class Stops:
+        def take(self, token_ids, *, is_stop):
+            return (1, "end") if 5 in token_ids else (len(token_ids), None)
+
+    transcript = Transcript(top=1, stops=Stops())
+    assert transcript.add(output([-1.0], first=4, finished=False)).token_ids == (4,)
+    assert transcript.add(output([-1.0, -1.0], first=5, finished=False)).token_ids == (5,)
+    assert transcript.ends_early
+    assert not transcript.is_cut
+    assert transcript.add(output([-1.0], first=7, reason="abort")).token_ids == ()
+    made = transcript.output()
+    assert (made.token_ids, len(made.top_log_probs)) == ((4, 5), 2)
+    assert (made.finish_reason, made.stop_reason) == ("stop", "end")
