@@ -93,6 +93,7 @@ class FakeEngine:
     media_gate: asyncio.Event | None = None
     requests: list[EngineRequest] = field(default_factory=list)
     """All that came, in order."""
+    own_metrics: bytes = b""
     calls: list[str] = field(default_factory=list)
     _requests: dict[str, _Request] = field(default_factory=dict)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
@@ -298,6 +299,9 @@ class FakeEngine:
         if self.server is None:
             raise NoFrontEnd("the fake engine has no server")
         return self.server
+
+    def metrics_text(self) -> bytes:
+        return self.own_metrics
 
     def dead_error(self) -> str | None:
         return self.dead

@@ -343,6 +343,11 @@ class Engine(Protocol):
             NoFrontEnd: it has none, or none as it was started.
         """
 
+    def metrics_text(self) -> bytes:
+        """The engine's own metrics in Prometheus' text format, under names of its own; empty where
+        it has none (yet). May be called in another thread.
+        """
+
     def dead_error(self) -> str | None:
         """Why the engine is dead; None while it lives. Cheap: asked by every probe."""
 

@@ -249,6 +249,15 @@ class VllmEngine:
         """See ``Engine``."""
         await self._lifeline.call(self._alive().is_paused(), "answer", timeout_s)
 
+    def metrics_text(self) -> bytes:
+        """See ``Engine``. Those of ``vllm:`` are there unless it runs with --disable-log-stats."""
+        if self._llm is None:
+            return b""
+        from prometheus_client import generate_latest
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        return generate_latest(get_prometheus_registry())
+
     def dead_error(self) -> str | None:
         """See ``Engine``."""
         return self._lifeline.death()

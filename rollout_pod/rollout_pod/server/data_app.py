@@ -1,5 +1,6 @@
 """The data port: generation, probes, metrics."""
 
+import asyncio
 from contextlib import suppress
 
 import msgspec
@@ -9,7 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from rollout_pod import __version__
 from rollout_pod.generation import Generation
-from rollout_pod.protocol import GenerateRequest, GenerateResponse, ProblemCode
+from rollout_pod.protocol import CancelReason, GenerateRequest, GenerateResponse, ProblemCode
 from rollout_pod.server.body_limit import BodyLimit
 from rollout_pod.server.openai import openai_routes
 from rollout_pod.server.problems import install_problems, problem_of, problem_response
@@ -32,9 +33,9 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         redoc_url=None,
         routes=openai_routes(supervisor),
     )
-    install_problems(app)
-    app.add_middleware(BodyLimit, limit=BODY_LIMIT)
     metrics = supervisor.metrics
+    install_problems(app, on_refused=metrics.refused)
+    app.add_middleware(BodyLimit, limit=BODY_LIMIT)
 
     def max_model_len() -> int:
         info = supervisor.board.state.info
@@ -63,10 +64,13 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         except Exception as error:
             metrics.answered(problem_of(error).code)
             raise
+        if answer.cancel_reason is CancelReason.REFUSED:
+            metrics.refused(supervisor.gate.closed_for or CancelReason.PAUSED)
         metrics.answered(
             answer.cancel_reason or answer.finish_reason,
             tokens=len(answer.token_ids),
             cut=answer.is_cancel,
+            versions=len({span.version for span in answer.weight_versions}),
         )
         return answer
 
@@ -107,8 +111,10 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
-        """Prometheus' text format."""
-        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
+        """The pod's own metrics and the engine's, in Prometheus' text format."""
+        # the engine has hundreds of them: not on the loop's thread
+        text = metrics.text() + await asyncio.to_thread(supervisor.engine.metrics_text)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     return app
 

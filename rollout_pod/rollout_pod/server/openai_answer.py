@@ -1,9 +1,11 @@
 """What the pod adds to an answer of the engine's OpenAI server, on its way out.
 
 Weight versions go into a field of their own; an error of the pod's (paused too long, draining) is
-answered as a problem, where nothing has been sent yet.
+answered as a problem, where nothing has been sent yet. A reader whose socket takes nothing for
+``SEND_TIMEOUT_S`` is cut, as one of the pod's own streams is.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from starlette.types import Message, Send
 from rollout_pod.openai_call import GatedCall
 from rollout_pod.protocol import ChoiceWeightVersionSpan
 from rollout_pod.server.problems import problem_of, respond
+from rollout_pod.server.streaming import SEND_TIMEOUT_S
 
 _UNAVAILABLE = 503
 _FINISHES = re.compile(rb'"finish_reason":\s*"')
@@ -32,7 +35,7 @@ class Answer:
     """
 
     def __init__(self, send: Send, call: GatedCall, *, models_at: str | None) -> None:
-        self._send = send
+        self._send_on = send
         self._call = call
         self._models_at = models_at
         self._start: Message | None = None
@@ -67,6 +70,11 @@ class Answer:
         else:
             await self._begin()
             await self._send(message)
+
+    async def _send(self, message: Message) -> None:
+        """Raises ``TimeoutError`` where the reader's socket takes nothing for too long."""
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await self._send_on(message)
 
     async def _begin(self) -> None:
         if not self.is_begun and self._start is not None:

@@ -1,7 +1,7 @@
 """Every error as ``application/problem+json`` with a stable code."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -125,18 +125,29 @@ _HTTP_CODES = {
 }
 
 
-def install_problems(app: FastAPI) -> None:
-    """Turn every exception that a handler may raise into a problem."""
+def install_problems(app: FastAPI, *, on_refused: Callable[[str], None] | None = None) -> None:
+    """Turn every exception that a handler may raise into a problem.
+
+    Args:
+        app: The app.
+        on_refused: Told the code of a problem with the request, or with its moment.
+    """
+    refused = on_refused or (lambda _: None)
 
     async def known(_: Request, error: Exception) -> Response:
-        return respond(problem_of(error))
+        problem = problem_of(error)
+        if problem.status != 500:
+            refused(problem.code)
+        return respond(problem)
 
     async def invalid(_: Request, error: Exception) -> Response:
         errors = list(error.errors()) if isinstance(error, RequestValidationError) else []
         if any(e.get("type") == "json_invalid" for e in errors):
+            refused(ProblemCode.INVALID_JSON)
             return problem_response(
                 400, ProblemCode.INVALID_JSON, "Invalid JSON", "the body is not valid JSON"
             )
+        refused(ProblemCode.INVALID_FIELD)
         fields = [
             FieldError(field=".".join(str(p) for p in e["loc"][1:]) or "body", message=e["msg"])
             for e in errors
@@ -150,6 +161,7 @@ def install_problems(app: FastAPI) -> None:
         if not isinstance(error, HTTPException):
             raise error
         code = _HTTP_CODES.get(error.status_code, ProblemCode.INTERNAL)
+        refused(code)
         return problem_response(
             error.status_code, code, str(error.detail), str(error.detail), headers=error.headers
         )
