@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rollout_pod.engine.base import EngineInternalError, EngineOutput, ExpertIds, TopLogProb
+from rollout_pod.engine.openai.native import Native
 from rollout_pod.engine.outputs import NON_FINITE, Transcript, is_refusal
 
 NAN, INF = float("nan"), float("inf")
@@ -76,6 +77,33 @@ def test_a_stream_ends_there_whatever_comes_after():
     made = transcript.output()
     assert (made.token_ids, made.log_probs) == ((0, 1), (-1.0, -1.0))
     assert (made.finish_reason, made.stop_reason) == ("error", NON_FINITE)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_openai_output_ends_there_too(value, at):
+    log_probs = [-0.5] * 3
+    log_probs[at] = value
+    given = []
+    native = Native({}, None, {}, given.append)
+    transcript = Transcript(read=native.read)
+    assert transcript.add(output(log_probs)).token_ids == tuple(range(at))
+    assert transcript.is_cut
+    transcript.add(output([-0.5], first=3))
+    (choice,) = given[0].outputs
+    assert len(given) == 1 and len(choice.logprobs) == at
+    assert choice.token_ids == list(range(at))
+    assert (choice.finish_reason, choice.stop_reason) == ("error", NON_FINITE)
+    assert transcript.output().finish_reason == "error"
+
+
+def test_an_openai_output_without_log_probs_is_whole():
+    whole = output([-0.5, NAN])
+    whole.outputs[0].logprobs = None
+    given = []
+    transcript = Transcript(read=Native({}, None, {}, given.append).read)
+    assert transcript.add(whole).token_ids == (0, 1)
+    assert given == [whole] and not transcript.is_cut
 
 
 def test_masked_tokens_are_not_among_the_likeliest():

@@ -136,6 +136,6 @@ async def test_trace_context_reaches_the_engine(
 ) -> None:
     answer = await data.post(PATH, json=BODY | {"stream": stream}, headers=TRACE | {"x": "y"})
     assert answer.status_code == 200
-    assert pod.engine.asked[-1].trace_headers == TRACE
+    assert pod.engine.requests[-1].trace_headers == TRACE
     await data.post(PATH, json=BODY)
-    assert pod.engine.asked[-1].trace_headers == {}
+    assert pod.engine.requests[-1].trace_headers == {}

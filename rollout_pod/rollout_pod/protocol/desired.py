@@ -31,7 +31,7 @@ class WeightsRef(_Document):
     """
 
     version: Annotated[str, Field(min_length=1, max_length=253)]
-    step: Annotated[int | None, Field(ge=0)] = None
+    step: Annotated[int | None, Field(strict=True, ge=0)] = None
     source: WeightsSource | None = None
     """None only for ``base``, the model's own checkpoint."""
 
@@ -61,7 +61,7 @@ class Interruption(_Document):
     """What a pause or an update does to requests in flight, and how long that may take."""
 
     mode: InterruptionMode = InterruptionMode.ABORT
-    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    timeout_s: Annotated[float, Field(strict=True, gt=0, le=3600)] = 60.0
 
 
 class SleepTag(StrEnum):
@@ -91,8 +91,8 @@ class DesiredDocument(_Document):
     """What a pod has to become. Fenced by ``owner`` and ``generation``."""
 
     owner: Annotated[str, Field(min_length=1, max_length=253)]
-    generation: Annotated[int, Field(ge=0)]
-    paused: bool = False
+    generation: Annotated[int, Field(strict=True, ge=0)]
+    paused: Annotated[bool, Field(strict=True)] = False
     weights: WeightsRef | None = None
     """None asks for the model's own checkpoint, ``base``."""
     fallback: WeightsRef | None = None
@@ -100,8 +100,8 @@ class DesiredDocument(_Document):
     interruption: Interruption = Interruption()
     sleep: SleepSpec | None = None
     """None keeps all memory resident. While anything is released nothing is generated."""
-    bucket_bytes: Annotated[int, Field(ge=1 << 12, le=1 << 34)] = 256 << 20
-    update_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
-    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    bucket_bytes: Annotated[int, Field(strict=True, ge=1 << 12, le=1 << 34)] = 256 << 20
+    update_timeout_s: Annotated[float, Field(strict=True, gt=0, le=86400)] = 600.0
+    max_attempts: Annotated[int, Field(strict=True, ge=1, le=100)] = 3
     """Failures after the gate closed, before a version is rejected."""
     transport: Literal["auto", "shared_memory"] = "auto"

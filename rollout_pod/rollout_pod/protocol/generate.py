@@ -69,7 +69,7 @@ class GenerateRequest(BaseModel):
     """What earlier attempts generated; counts against ``max_tokens``."""
     sampling_params: dict[str, Any] = {}
     """vLLM's names. ``max_tokens`` is the budget of the whole rollout, over all attempts."""
-    attempt: Annotated[int, Field(ge=1, le=1 << 31)] = 1
+    attempt: Annotated[int, Field(strict=True, ge=1, le=1 << 31)] = 1
     """The caller's count, echoed."""
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     """The sticky key of a conversation or a group of samples, apart from ``request_id``."""
@@ -80,12 +80,12 @@ class GenerateRequest(BaseModel):
     """The prompt holds a placeholder for each, as a chat template writes it; expanded here. All
     attempts send the same prompt and the same data.
     """
-    return_routed_experts: bool = False
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
-    stream: bool = False
+    return_routed_experts: Annotated[bool, Field(strict=True)] = False
+    priority: Annotated[int, Field(strict=True, ge=-(1 << 31), lt=1 << 31)] = 0
+    stream: Annotated[bool, Field(strict=True)] = False
     """Answer by server-sent events: ``delta`` events, then one ``end`` (or ``error``)."""
     on_pause: OnPause = OnPause.RETURN
-    timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    timeout_s: Annotated[float, Field(strict=True, gt=0, le=86400)] = 600.0
     """How long a parked request waits for the gate."""
 
 
@@ -172,7 +172,7 @@ class GenerateDelta(BaseModel):
     log_probs: list[float]
     version: str
     """The weight version that sampled them."""
-    step: int | None
+    step: int | None = None
     top_log_probs: list[list[TokenLogProb]] | None = None
 
 

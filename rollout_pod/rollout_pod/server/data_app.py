@@ -2,10 +2,12 @@
 
 import asyncio
 from contextlib import suppress
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from rollout_pod import __version__
@@ -14,6 +16,7 @@ from rollout_pod.protocol import CancelReason, GenerateRequest, GenerateResponse
 from rollout_pod.server.body_limit import BodyLimit
 from rollout_pod.server.openai import openai_routes
 from rollout_pod.server.problems import install_problems, problem_of, problem_response
+from rollout_pod.server.schema import SCHEMA_PATH, STREAM, problems, schema_of
 from rollout_pod.server.streaming import Stream, Streams
 from rollout_pod.supervisor.supervisor import Supervisor
 
@@ -21,6 +24,12 @@ BODY_LIMIT = 64 << 20
 """Bytes; a prompt of four million token ids fits."""
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+class Probe(BaseModel):
+    """The answer of a probe that succeeds."""
+
+    status: Literal["ok"] = "ok"
 
 
 def make_data_app(supervisor: Supervisor) -> FastAPI:
@@ -31,6 +40,7 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         strict_content_type=False,
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,
         routes=openai_routes(supervisor),
     )
     metrics = supervisor.metrics
@@ -74,7 +84,11 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         )
         return answer
 
-    @app.post("/v1/rollout/generate", response_model=GenerateResponse)
+    @app.post(
+        "/v1/rollout/generate",
+        response_model=GenerateResponse,
+        responses=STREAM | problems(400, 409, 413, 422, 500, 503),
+    )
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Generate until the rollout ends or is cut; a cut one returns its partial.
 
@@ -85,7 +99,7 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
             return await streams.respond(lambda stream: run(body, request, stream))
         return _answered(await run(body, request))
 
-    @app.delete("/v1/rollout/requests/{request_id}")
+    @app.delete("/v1/rollout/requests/{request_id}", responses=problems(404, 422, 500, 503))
     async def cancel(request_id: str) -> GenerateResponse:
         """Cut one request. Its own caller gets the same partial; 404 if it is not alive."""
         answer = await generation.cancel(request_id)
@@ -93,28 +107,33 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
             raise HTTPException(404, "no request of this id is alive")
         return answer
 
-    @app.get("/startupz")
+    @app.get("/startupz", response_model=Probe, responses=problems(503))
     async def startupz() -> Response:
         """200 once the engine has started."""
         return _probe("the engine is starting" if not supervisor.is_started else None)
 
-    @app.get("/readyz")
+    @app.get("/readyz", response_model=Probe, responses=problems(503))
     async def readyz() -> Response:
         """200 while a version is committed; pauses and updates do not change it."""
         phase = supervisor.board.document().phase
         return _probe(None if supervisor.is_ready else f"phase {phase}")
 
-    @app.get("/healthz")
+    @app.get("/healthz", response_model=Probe, responses=problems(503))
     async def healthz() -> Response:
         """200 unless the engine is dead: paused, updating and starting pods are alive."""
         return _probe(supervisor.liveness_error())
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=problems(500))
     async def metrics_text() -> Response:
         """The pod's own metrics and the engine's, in Prometheus' text format."""
         # the engine has hundreds of them: not on the loop's thread
         text = metrics.text() + await asyncio.to_thread(supervisor.engine.metrics_text)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    @app.get(SCHEMA_PATH, include_in_schema=False)
+    async def schema() -> dict[str, Any]:
+        """This port's OpenAPI document, without the engine's own routes."""
+        return schema_of(app, needs_token=False)
 
     return app
 
@@ -129,5 +148,5 @@ def _answered(answer: GenerateResponse) -> Response:
 
 def _probe(error: str | None) -> Response:
     if error is None:
-        return JSONResponse({"status": "ok"})
+        return JSONResponse(Probe().model_dump())
     return problem_response(503, ProblemCode.NOT_READY, "Not ready", error)

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from rollout_pod.engine.base import (
     EngineDeadError,
@@ -116,6 +117,18 @@ def problem_of(error: BaseException) -> Problem:
     )
 
 
+def _methods_of(request: Request) -> str:
+    """All that the path knows: Starlette names those of its first route only."""
+    return ", ".join(
+        sorted(
+            method
+            for route in request.app.routes
+            if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+            for method in route.methods or ()
+        )
+    )
+
+
 _HTTP_CODES = {
     400: ProblemCode.INVALID_JSON,
     401: ProblemCode.UNAUTHORIZED,
@@ -157,13 +170,16 @@ def install_problems(app: FastAPI, *, on_refused: Callable[[str], None] | None =
             422, ProblemCode.INVALID_FIELD, "Invalid field", detail, errors=fields
         )
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             raise error
         code = _HTTP_CODES.get(error.status_code, ProblemCode.INTERNAL)
         refused(code)
+        headers = error.headers
+        if error.status_code == 405:
+            headers = {**(headers or {}), "Allow": _methods_of(request)}
         return problem_response(
-            error.status_code, code, str(error.detail), str(error.detail), headers=error.headers
+            error.status_code, code, str(error.detail), str(error.detail), headers=headers
         )
 
     async def unexpected(request: Request, error: Exception) -> Response:
