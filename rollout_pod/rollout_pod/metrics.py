@@ -73,6 +73,9 @@ class PodMetrics:
             registry=r, buckets=_SECONDS,
         )  # fmt: skip
 
+        for cut in (False, True):  # there from the start, so that they can be compared
+            self._tokens.labels(_word(cut))
+
     def watch(
         self,
         *,
@@ -124,3 +127,7 @@ class PodMetrics:
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
+
+
+def _word(value: bool) -> str:
+    return "true" if value else "false"

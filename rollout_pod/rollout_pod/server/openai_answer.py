@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
+from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
@@ -98,7 +99,10 @@ class Answer:
         return MutableHeaders(raw=self._start["headers"]).get("content-type", "").split(";")[0]
 
     def _document(self, body: bytes) -> bytes:
-        if self._start is None or self._start["status"] != 200 or not body.endswith(b"}"):
+        status = self._start["status"] if self._start else 0
+        if status >= 400:
+            return _in_openais_form(body, status)
+        if status != 200 or not body.endswith(b"}"):
             return body
         spans = self._call.spans()
         if spans:
@@ -127,6 +131,19 @@ class Answer:
         if _NO_CHOICES.search(data):  # the usage, after all of them
             return _DATA + _with_spans(data, self._call.spans())
         return event
+
+
+def _in_openais_form(body: bytes, status: int) -> bytes:
+    """An error that the framework below vLLM's server made by itself (a body that is no text)."""
+    try:
+        told = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(told, dict) or set(told) != {"detail"}:
+        return body
+    kind = HTTPStatus(status).phrase
+    error = {"message": str(told["detail"]), "type": kind, "param": None, "code": status}
+    return json.dumps({"error": error}).encode()
 
 
 def _with_spans(document: bytes, spans: Sequence[ChoiceWeightVersionSpan]) -> bytes:
