@@ -30,6 +30,8 @@ async def fake_server(scope: Any, receive: Any, send: Any) -> None:
     if request.url.path == "/v1/models":
         models = {"object": "list", "data": [{"id": "tiny", "max_model_len": 7}]}
         response: Any = JSONResponse(models)
+    elif request.url.path == "/detokenize":  # as FastAPI refuses a body by itself
+        response = JSONResponse({"detail": "no text"}, status_code=400)
     elif json.loads(await request.body()).get("stream"):
         response = StreamingResponse(_events(), media_type="text/event-stream")
     else:
@@ -352,6 +354,14 @@ async def test_models(pod: Pod, data: httpx.AsyncClient) -> None:
     answer = await data.get("/v1/models")
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert answer.json()["data"] == [{"id": "tiny", "max_model_len": 7, "weight_version": "base"}]
+
+
+async def test_every_error_of_the_server_is_in_openais_form(data: httpx.AsyncClient) -> None:
+    answer = await data.post("/detokenize", content=b"\x80")
+    assert answer.status_code == 400
+    error = {"message": "no text", "type": "Bad Request", "param": None, "code": 400}
+    assert answer.json() == {"error": error}
+    assert int(answer.headers["content-length"]) == len(answer.content)
 
 
 @pytest.mark.parametrize(
