@@ -33,7 +33,10 @@ class Media:
     @property
     def is_supported(self) -> bool:
         """Whether the model takes anything but text."""
-        return bool(self._config.supports_multimodal_inputs)
+        config = self._config
+        if hasattr(config, "supports_multimodal_inputs"):
+            return bool(config.supports_multimodal_inputs)
+        return bool(config.is_multimodal_model)  # before 0.32
 
     async def render(
         self, prompt_token_ids: Sequence[int], media: Mapping[str, Sequence[str]]
