@@ -217,5 +217,7 @@ deaths = st.one_of(st.just(Drain()), st.builds(Restart, st.booleans()))
 any_requests = st.one_of(requests, requests, openai_requests)
 troubles = st.one_of(engine_faults, agent_faults, agent_faults, deaths)
 lets = st.builds(
-    Let, turns=st.sampled_from([0, 1, 2, 3, 5, 9, 30]), seconds=st.sampled_from([0, 0, 0.02, 0.3, 3, 40, 200])
+    Let,
+    turns=st.sampled_from([0, 1, 2, 3, 5, 9, 30]),
+    seconds=st.sampled_from([0, 0, 0, 0.02, 0.06, 0.1, 0.3, 3, 3, 30, 200]),
 )

@@ -115,6 +115,7 @@ class AttackedEngine(FakeEngine):
             self.broken("weights are loaded into an engine that runs")
         kind = next((f for f in self.armed if f.startswith("load: ") and self.takes(f)), "")
         if kind == "load: raises":
+            self.is_published = False  # nobody can know how far it came
             raise EngineInternalError("the load was not begun")
         self.is_loading = True
         try:
