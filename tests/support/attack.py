@@ -14,10 +14,13 @@ from rollout_pod.protocol import BASE_VERSION, DesiredDocument, WeightsRef, Weig
 VERSIONS = (BASE_VERSION, "step-1", "step-2", "step-3")
 OWNER = "o"
 
-ENGINE_FAULTS = (
-    "pause hangs", "pause raises", "resume raises", "publish raises", "clear refuses",
-    "clear raises", "load: raises", "load: a rank fails", "load: a rank is silent",
-    "load: another version", "load: dies", "load: hangs", "start fails", "dies", "hangs",
+LOAD_FAULTS = (
+    "load: raises", "load: a rank fails", "load: a rank is silent", "load: another version",
+    "load: hangs", "clear refuses", "clear raises",
+)  # fmt: skip
+DEADLY_FAULTS = (
+    "pause hangs", "pause raises", "resume raises", "publish raises", "load: dies", "start fails",
+    "dies", "hangs",
 )  # fmt: skip
 AGENT_FAULTS = (
     "stage fails", "stage raises", "stage hangs", "send: untouched", "send: midway", "send raises",
@@ -209,13 +212,13 @@ ends = st.one_of(
     st.builds(CancelOne, _few),
     st.builds(DuplicateRequest, _few),
 )
-engine_faults = st.builds(
-    EngineFault, st.sampled_from(ENGINE_FAULTS), st.sampled_from([1, 1, 2, 25])
-)
+load_faults = st.builds(EngineFault, st.sampled_from(LOAD_FAULTS), st.sampled_from([1, 1, 2, 25]))
+deadly_faults = st.builds(EngineFault, st.sampled_from(DEADLY_FAULTS), st.sampled_from([1, 1, 2]))
 agent_faults = st.builds(AgentFault, st.sampled_from(AGENT_FAULTS), st.sampled_from([1, 1, 2, 5]))
 deaths = st.one_of(st.just(Drain()), st.builds(Restart, st.booleans()))
 any_requests = st.one_of(requests, requests, openai_requests)
-troubles = st.one_of(engine_faults, agent_faults, agent_faults, deaths)
+update_faults = st.one_of(load_faults, agent_faults)
+troubles = st.one_of(update_faults, update_faults, deadly_faults, deaths)
 lets = st.builds(
     Let,
     turns=st.sampled_from([0, 1, 2, 3, 5, 9, 30]),

@@ -276,8 +276,15 @@ class Oracle:
         if self.draining or engine.dead:
             assert not ready, "ready, but it drains or is dead"
         self._bounded("ready without a version", ready and self._committed is None)
+        serves = self._supervisor is not None and self._supervisor.gate.weights is not None
+        self._bounded(
+            "not ready, and callers are not told",
+            serves and not ready and (self._committed is None and not engine.is_loading),
+        )
         healthy = not (engine.dead or engine.doomed or engine.hangs or self.draining)
-        must = healthy and engine.is_published and engine.is_complete and self._committed is not None
+        must = (
+            healthy and engine.is_published and engine.is_complete and self._committed is not None
+        )
         self._bounded("not ready, but a version is committed", must and not ready)
 
     def _bounded(self, what: str, is_so: bool) -> None:

@@ -163,9 +163,7 @@ class AttackedEngine(FakeEngine):
         self.is_complete, self.needs_flush = True, False
         return self._reports(version, "")
 
-    def _reports(
-        self, version: str, error: str, *, touched: bool = True
-    ) -> tuple[RankReport, ...]:
+    def _reports(self, version: str, error: str, *, touched: bool = True) -> tuple[RankReport, ...]:
         return tuple(
             RankReport(rank, "host", not error, version, error=error, touched=touched)
             for rank in range(WORLD)

@@ -5,7 +5,6 @@
 
 import os
 
-import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
@@ -35,6 +34,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(operation=attack.documents, let=attack.lets)
     def document(self, operation, let):
+        self.do(operation, let)
+
+    @rule(fault=attack.update_faults, operation=attack.documents, let=attack.lets)
+    def document_and_fault(self, fault, operation, let):
+        self.do(fault, attack.Let(turns=0))
         self.do(operation, let)
 
     @rule(operation=attack.late_documents, let=attack.lets)
