@@ -99,7 +99,7 @@ class Soaked:
             "file descriptors before / after": f"{before.fds:.0f} / {after.fds:.0f}",
             "asyncio tasks before / after": f"{before.tasks:.0f} / {after.tasks:.0f}",
             "pod MiB, first / last quarter": f"{pod[0] / 2**20:.1f} / {pod[1] / 2**20:.1f}",
-            "engine MiB, first / last quarter": f"{engine[0] / 2**20:.1f} / {engine[1] / 2**20:.1f}",
+            "engine MiB, both": f"{engine[0] / 2**20:.1f} / {engine[1] / 2**20:.1f}",
         }  # fmt: skip
         return [{"what": what, "figure": figure} for what, figure in figures.items()]
 

@@ -74,7 +74,7 @@ class Load:
         prompt = [3 + dice.randrange(8), 5, 7, 11]
         budget = dice.choice((8, 40, MAX_TOKENS))
         if kind.startswith("openai"):
-            await self._openai(http, prompt, budget, streams=kind.endswith("stream"))
+            await self.openai(http, prompt, budget, streams=kind.endswith("stream"))
             return
         tokens: list[int] = []
         while len(tokens) < budget:
@@ -86,7 +86,7 @@ class Load:
             }  # fmt: skip
             self.requests += 1
             stops_after = dice.randrange(1, 20) if kind in ("leaves", "deleted") else None
-            came, end = await self._native(http, body, stops_after, kind)
+            came, end = await self.native(http, body, stops_after, kind)
             tokens += came
             if end is None or end["cancel_reason"] == "cancelled":
                 self.left += 1
@@ -98,7 +98,7 @@ class Load:
             self.continued += 1
             await asyncio.sleep(0.02 if not came else 0)  # refused: the gate is closed
 
-    async def _native(
+    async def native(
         self, http: aiohttp.ClientSession, body: dict[str, Any], stops_after: int | None, kind: str
     ) -> tuple[list[int], dict[str, Any] | None]:
         """What came, and how it ended; None where this caller left."""
@@ -126,7 +126,7 @@ class Load:
                         assert gone.status in (200, 404), await gone.text()
             raise AssertionError("a stream without an end")
 
-    async def _openai(
+    async def openai(
         self, http: aiohttp.ClientSession, prompt: list[int], budget: int, *, streams: bool
     ) -> None:
         body = {

@@ -199,6 +199,8 @@ class AttackedEngine(FakeEngine):
     async def _call(self, what: str) -> None:
         """Every call may find the engine dead or hung, and takes its time."""
         if self.hangs:
+            if what == "load":  # a load has a deadline of its own, and is tried again
+                self.hung_at = asyncio.get_running_loop().time()
             await asyncio.sleep(CALL_S)
             raise EngineInternalError(f"the engine did not {what} in time")
         await asyncio.sleep(0)
@@ -208,7 +210,7 @@ class AttackedEngine(FakeEngine):
     def hang(self) -> None:
         """Its loop stands still from now on."""
         if self.hung_at is None:
-            self.hung_at = asyncio.get_event_loop().time()
+            self.hung_at = asyncio.get_running_loop().time()
         self.hangs = self.paused = True
 
 

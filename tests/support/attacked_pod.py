@@ -191,6 +191,8 @@ class AttackedPod:
 
     def abandon(self) -> None:
         """Free everything without a look."""
+        if self.loop.is_closed():
+            return
         self.loop.on_turn = lambda: None
         self.boot.engine.kill("abandoned")
         left = asyncio.all_tasks(self.loop)

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+SPINS = 10_000
+"""Turns in a row in which no time passes."""
+
 
 class NothingLeft(AssertionError):
-    """Somebody waits, and nothing will ever happen."""
+    """Nothing will ever happen any more."""
 
 
 class _Selector(selectors.SelectSelector):
@@ -26,6 +29,9 @@ class _Selector(selectors.SelectSelector):
         loop.on_turn()
         if timeout is None:
             raise NothingLeft("somebody waits for ever")
+        loop.spins = 0 if timeout else loop.spins + 1
+        if loop.spins > SPINS:
+            raise NothingLeft("somebody turns round and round, and no time passes")
         loop.now += timeout
         return []
 
@@ -37,6 +43,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.now = 1000.0
         """Seconds."""
         self.turns = 0
+        self.spins = 0
         self.on_turn: Callable[[], None] = lambda: None
         """Called between any two turns; what it raises ends the run."""
         selector = _Selector()
