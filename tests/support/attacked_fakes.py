@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollout_pod.engine.base import (
+    CacheReport,
     EngineDeadError,
     EngineDelta,
     EngineError,
@@ -169,14 +170,15 @@ class AttackedEngine(FakeEngine):
             for rank in range(WORLD)
         )
 
-    async def clear_caches(self) -> bool:
+    async def clear_caches(self) -> CacheReport:
         await self._call("clear")
         if self.takes("clear raises"):
             raise EngineError("cannot clear")
         if self.takes("clear refuses"):
-            return False
-        self.is_cleared = await super().clear_caches()
-        return True
+            return CacheReport(prefix=False, multimodal=False, encoder=False)
+        report = await super().clear_caches()
+        self.is_cleared = report.is_complete
+        return report
 
     async def publish_version(self, version: str) -> None:
         await self._call("publish")
