@@ -23,7 +23,7 @@ from tests.support.virtual_time import VirtualLoop
 GRACE_TURNS = 20
 """In which the supervisor may notice what happened."""
 GRACE_S = 0.5
-HUNG_S = 200.0
+HUNG_S = 140.0
 """In which a hung engine has to be found: a heartbeat, or the deadline of a call or a load."""
 
 

@@ -40,7 +40,6 @@ class AttackedProcess:
         self._ids = itertools.count()
         self._callers: list[tuple[str, asyncio.Task[None]]] = []
         self.documents = self.faults = 0
-        self._asked = {"base"}
 
     async def __aenter__(self) -> "AttackedProcess":
         token = (self._process.run_dir / "admin" / "token").read_text().strip()
@@ -50,6 +49,8 @@ class AttackedProcess:
         self._data = aiohttp.ClientSession(f"http://{self._process.data}")
         async with self._admin.get("/admin/v1/desired") as answer:
             self._document = await answer.json()
+        self._asked = {"base", (await self._state())["weight_version"]}
+        self._was_keep = False
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -15,6 +15,10 @@ SPINS = 10_000
 """Turns in a row in which no time passes."""
 
 
+TURN_S = 1e-6
+"""Of a turn in which something was done: a deadline that is nearly there comes."""
+
+
 class NothingLeft(AssertionError):
     """Nothing will ever happen any more."""
 
@@ -32,7 +36,7 @@ class _Selector(selectors.SelectSelector):
         loop.spins = 0 if timeout else loop.spins + 1
         if loop.spins > SPINS:
             raise NothingLeft("somebody turns round and round, and no time passes")
-        loop.now += timeout
+        loop.now += timeout or TURN_S
         return []
 
 
