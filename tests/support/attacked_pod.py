@@ -155,6 +155,8 @@ class AttackedPod:
 
     def settle(self, put: PutDocument) -> StateDocument:
         """Faults are over, and this is asked for: it has to become so."""
+        if self.boot.engine.hangs:  # it would be found, but only after loads that hang as well
+            self.apply(Restart())
         self.boot.engine.armed.clear()
         self.agent.armed.clear()
         self.agent.send_script.clear()
