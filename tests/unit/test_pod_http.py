@@ -169,6 +169,7 @@ async def test_duplicates_pauses_and_the_state_of_the_pod(
     metrics = (await data.get("/metrics")).text
     assert "rollout_gate_open 0.0" in metrics
     assert 'rollout_requests_total{result="refused"} 1.0' in metrics
+    assert "process_open_fds " in metrics and "rollout_asyncio_tasks " in metrics
     pod.supervisor.begin_drain()
     answer = await data.post("/v1/rollout/generate", json=BODY)
     assert (answer.status_code, problem(answer).code) == (503, "draining")
