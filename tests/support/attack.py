@@ -16,11 +16,11 @@ OWNER = "o"
 
 LOAD_FAULTS = (
     "load: raises", "load: a rank fails", "load: a rank is silent", "load: another version",
-    "load: hangs", "clear refuses", "clear raises",
+    "load: hangs", "clear refuses", "clear raises", "sleep is unsupported",
 )  # fmt: skip
 DEADLY_FAULTS = (
     "pause hangs", "pause raises", "resume raises", "publish raises", "load: dies", "start fails",
-    "dies", "hangs",
+    "sleep raises", "wake raises", "dies", "hangs",
 )  # fmt: skip
 AGENT_FAULTS = (
     "stage fails", "stage raises", "stage hangs", "send: untouched", "send: midway", "send raises",
@@ -177,6 +177,10 @@ Operation = (
     | EngineFault | AgentFault | Drain | Restart | Let
 )  # fmt: skip
 
+SLEEPS = (
+    {"level": 1}, {"level": 2}, {"level": 1, "tags": ["kv_cache"]}, {"level": 2, "tags": ["weights"]},
+)  # fmt: skip
+
 _few = st.integers(0, 4)
 documents = st.builds(
     PutDocument,
@@ -189,6 +193,7 @@ documents = st.builds(
     fallback=st.sampled_from(VERSIONS),
     max_attempts=st.integers(1, 3),
     newer_by=st.sampled_from([1, 1, 1, 0, 5]),
+    more=st.sampled_from([*[{}] * 8, *({"sleep": sleep} for sleep in SLEEPS)]),
 )
 late_documents = st.one_of(
     st.just(DuplicateDocument()),

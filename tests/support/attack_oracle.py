@@ -14,7 +14,13 @@ from typing import Any
 from rollout_pod.engine.base import EngineDeadError, EngineDelta, EngineInternalError
 from rollout_pod.engine.front_end import Passage
 from rollout_pod.gate import Admission, Draining, GateStayedClosed, NotReady
-from rollout_pod.protocol import BASE_VERSION, DesiredDocument, GenerateResponse, WeightsRef
+from rollout_pod.protocol import (
+    BASE_VERSION,
+    DesiredDocument,
+    GenerateResponse,
+    SleepTag,
+    WeightsRef,
+)
 from rollout_pod.supervisor.supervisor import PodFailed, Supervisor
 from tests.support.attack import StartOpenAI, StartRequest
 from tests.support.attacked_fakes import GARBAGE, AttackedEngine
@@ -234,6 +240,7 @@ class Oracle:
         self._paused_at = None
         if engine.dead:
             return  # seen in the supervisor's next turn; nobody gets a token any more
+        assert not engine.asleep, f"open while {engine.asleep} sleep"
         assert engine.is_complete, "open over an incomplete load"
         assert engine.rank_holds == [weights.version] * len(engine.rank_holds), (
             f"open for {weights.version}, but the ranks hold {engine.rank_holds}"
@@ -280,10 +287,11 @@ class Oracle:
         unserved = self._committed is None and not (engine.is_loading or engine.dead)
         published = gate is not None and gate.weights is not None
         self._bounded("callers are not told that it is not ready", unserved and published)
+        asleep = SleepTag.WEIGHTS in engine.asleep
+        self._bounded("ready, but its weights sleep", ready and asleep)
         healthy = not (engine.dead or engine.doomed or engine.hangs or self.draining)
-        must = (
-            healthy and engine.is_published and engine.is_complete and self._committed is not None
-        )
+        usable = engine.is_complete and not asleep and not engine.is_unclear
+        must = healthy and engine.is_published and usable and self._committed is not None
         self._bounded("not ready, but a version is committed", must and not ready)
 
     def _bounded(self, what: str, is_so: bool) -> None:

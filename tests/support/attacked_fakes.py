@@ -17,8 +17,10 @@ from rollout_pod.engine.base import (
     EngineStartError,
     OnDelta,
     RankReport,
+    SleepReport,
+    SleepUnsupported,
 )
-from rollout_pod.protocol import EngineInfo
+from rollout_pod.protocol import EngineInfo, SleepTag
 from rollout_pod.weights.agent_client import StageError, TransferError
 from tests.support.fakes import GARBAGE, FakeAgent, FakeEngine, FakeStaged
 
@@ -48,6 +50,8 @@ class AttackedEngine(FakeEngine):
     """A name was given to what the ranks hold now."""
     doomed: str | None = None
     """A call failed that an engine cannot be steered without."""
+    is_unclear: bool = False
+    """A cache that what slept has left could not be cleared: nobody knows any more what is there."""
     hung_at: float | None = None
     last_pause: str | None = None
     ledger: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
@@ -172,13 +176,35 @@ class AttackedEngine(FakeEngine):
 
     async def clear_caches(self) -> CacheReport:
         await self._call("clear")
+        self.is_unclear = True
         if self.takes("clear raises"):
             raise EngineError("cannot clear")
         if self.takes("clear refuses"):
             return CacheReport(prefix=False, multimodal=False, encoder=False)
         report = await super().clear_caches()
         self.is_cleared = report.is_complete
+        self.is_unclear = not report.is_complete
         return report
+
+    async def sleep(self, level: int) -> SleepReport:
+        if self.takes("sleep is unsupported"):
+            raise SleepUnsupported("this engine does not sleep")
+        if self.takes("sleep raises"):
+            self.doomed = "sleep raises"
+            raise EngineError("cannot sleep")
+        await self._call("sleep")
+        self.is_cleared = False
+        if level == 2:
+            self.is_complete = self.is_published = False
+            self.rank_holds = [GARBAGE] * WORLD
+        return await super().sleep(level)
+
+    async def wake(self, tags: frozenset[SleepTag]) -> int:
+        if self.takes("wake raises"):
+            self.doomed = "wake raises"
+            raise EngineError("cannot wake")
+        await self._call("wake")
+        return await super().wake(tags)
 
     async def publish_version(self, version: str) -> None:
         await self._call("publish")
