@@ -104,6 +104,7 @@ for _ in range(700):
         {"json": {"type": "nonsense"}},
         {"json": {"$ref": "#/nowhere"}},
         {"json": _DEEP},
+        {"json": {"type": "integer", "multipleOf": 3}},
         {"json": {"type": "object", "properties": {str(i): {} for i in range(9000)}}},
         {"json_object": False},
         {"choice": []},
@@ -207,30 +208,32 @@ async def test_what_the_engine_was_not_started_for(engine: VllmEngine) -> None:
 
 
 async def test_a_stop_string_is_found_across_a_cut(engine: VllmEngine) -> None:
-    whole = await ask(engine, GREEDY, max_tokens=24)
-    tokens = whole.token_ids
-    pieces = [text_of(engine, (token,)) for token in tokens]
-    at = next(i for i in range(6, 20) if pieces[i] and pieces[i - 1])
-    stop = {"stop": [pieces[at - 1][-1:] + pieces[at][:1]]}
-    uncut = await ask(engine, GREEDY | stop, max_tokens=24)
+    # whole words only: after a part of a character vLLM's detokenizer tells earlier text again
+    words = range(300, 1024)
+    plain = GREEDY | {"allowed_token_ids": list(words)}
+    prompt = list(words[:20])
+    tokens = (await ask(engine, plain, prompt=prompt, max_tokens=24)).token_ids
+    assert set(tokens) <= set(words)
+    stop = plain | {"stop": [text_of(engine, tokens[9:10])[-2:] + "w"]}
+    uncut = await ask(engine, stop, prompt=prompt, max_tokens=24)
     assert uncut.finish_reason == "stop"
     count = len(uncut.token_ids)
     assert uncut.token_ids == tokens[:count]
     for cut in range(max(1, count - 3), count):
         deltas: list[Any] = []
         rest = await ask(
-            engine, GREEDY | stop, generated=tokens[:cut], max_tokens=24 - cut,
+            engine, stop, prompt=prompt, generated=tokens[:cut], max_tokens=24 - cut,
             on_delta=deltas.append,
         )  # fmt: skip
         assert tokens[:cut] + rest.token_ids == uncut.token_ids
         assert (rest.finish_reason, rest.stop_reason) == (uncut.finish_reason, uncut.stop_reason)
         assert tuple(t for delta in deltas for t in delta.token_ids) == rest.token_ids
         assert len(rest.log_probs) == len(rest.token_ids)
-    late = {"min_tokens": 24 - count + 1}  # of the rest
+    late = stop | {"min_tokens": 2}  # of the rest
     rest = await ask(
-        engine, GREEDY | stop | late, generated=tokens[: count - 1], max_tokens=25 - count
+        engine, late, prompt=prompt, generated=tokens[: count - 1], max_tokens=25 - count
     )
-    assert len(rest.token_ids) == 25 - count
+    assert len(rest.token_ids) >= 2
 
 
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
