@@ -111,9 +111,11 @@ class FakeApiServer:
         """Create an object as somebody else would."""
         return self._create(resource, copy.deepcopy(body))
 
-    def change(self, resource: str, name: str, patch: Json) -> Json:
+    def change(self, resource: str, name: str, patch: Json, *, manager: str = "kubectl") -> Json:
         """Merge a patch as somebody else would; a changed spec makes a new generation."""
-        return self._store(resource, _merged(self._objects[resource][name], patch))
+        return self._store(
+            resource, _owned(_merged(self._objects[resource][name], patch), patch, manager)
+        )
 
     def remove(self, resource: str, name: str) -> None:
         """Let an object be gone; a replica takes its children along, pods with grace."""
@@ -245,7 +247,8 @@ class FakeApiServer:
         if seen.subresource == "status":
             # applied by its only owner: what it does not name is gone
             return self._store(seen.resource, {**raw, "status": seen.body["status"]})
-        return self._store(seen.resource, _merged(raw, seen.body))
+        manager = seen.query.get("fieldManager", "unknown")
+        return self._store(seen.resource, _owned(_merged(raw, seen.body), seen.body, manager))
 
     def _post(self, seen: Request) -> Json:
         name = seen.body["metadata"]["name"]
@@ -316,6 +319,16 @@ def _merged(old: Any, patch: Any) -> Any:
         else:
             new[key] = _merged(new.get(key), value)
     return new
+
+
+def _owned(raw: Json, patch: Json, manager: str) -> Json:
+    """Keep ``managedFields`` for the one field whose owner the operator reads."""
+    if "weightVersion" not in (patch.get("spec") or {}):
+        return raw
+    fields = {"f:spec": {"f:weightVersion": {}}}
+    mine = {"manager": manager, "operation": "Update", "time": _now(), "fieldsV1": fields}
+    owners = [] if patch["spec"]["weightVersion"] is None else [mine]
+    return {**raw, "metadata": {**raw["metadata"], "managedFields": owners}}
 
 
 def _status(status: int, reason: str, message: str, headers: dict[str, str]) -> web.Response:

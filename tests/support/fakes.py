@@ -66,6 +66,8 @@ class FakeEngine:
     world: int = 1
     step_s: float = 0.0
     max_model_len: int = 4096
+    eos_below: int = 0
+    """Tokens below it end a request, as an end-of-sequence token does."""
     holds: str = "base"
     needs_flush: bool = False
     cache_of: str | None = None
@@ -165,10 +167,16 @@ class FakeEngine:
                 else:
                     version = self.cache_of = self.holds
                 mine.tokens.append(fake_token(version, [*request.prompt_token_ids, *mine.tokens]))
+                stopped = mine.tokens[-1] < self.eos_below
+                over = stopped or len(mine.tokens) == request.params
                 if on_delta:
-                    on_delta(EngineDelta((mine.tokens[-1],), (-0.5,)))
+                    ended = ("stop" if stopped else "length") if over else None
+                    on_delta(EngineDelta((mine.tokens[-1],), (-0.5,), finish_reason=ended))
+                if over:
+                    break
                 await asyncio.sleep(self.step_s)
-            reason = "abort" if mine.aborted else "length"
+            stopped = bool(mine.tokens) and mine.tokens[-1] < self.eos_below
+            reason = "stop" if stopped else "abort" if mine.aborted else "length"
             told = request.prepared is not None and request.prepared.routed_experts
             return EngineOutput(
                 tuple(mine.tokens),

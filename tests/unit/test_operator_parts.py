@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rollout_operator.api import names
 from rollout_operator.api.conditions import Reason
 from rollout_operator.api.quantity import parse_bytes
+from rollout_operator.api.replica import Replica
 from rollout_operator.apply.cache import Cache
 from rollout_operator.apply.errors import KubeError
 from rollout_operator.metrics import Metrics
@@ -67,7 +68,33 @@ def test_children_of_the_longest_name_are_valid():
 
 def _object(version: str, uid: str = "u") -> dict[str, Any]:
     meta = {"namespace": "ns", "name": "x", "uid": uid, "resourceVersion": version}
-    return {"metadata": {**meta, "managedFields": ["long"]}}
+    return {"metadata": {**meta, "managedFields": [{"manager": "kubelet"}]}}
+
+
+def _owner(manager: str, time: str, *fields: str) -> dict[str, Any]:
+    owned = {"f:spec": {f"f:{field}": {} for field in fields}}
+    return {"manager": manager, "time": time, "fieldsType": "FieldsV1", "fieldsV1": owned}
+
+
+def test_who_asked_for_a_version_is_the_last_owner_of_that_field_and_survives_the_cache():
+    entries = [
+        _owner("kubectl-client-side-apply", "2026-01-03T00:00:00Z", "model", "paused"),
+        _owner("argocd", "2026-01-01T00:00:00Z", "weightVersion", "model"),
+        _owner("trainer", "2026-01-02T00:00:00Z", "weightVersion"),
+        {"manager": "rollout-operator", "subresource": "status", "fieldsV1": {"f:status": {}}},
+        {"manager": "odd", "fieldsV1": None},
+    ]
+    raw = _object("1")
+    raw |= {"spec": {"model": "m"}}
+    raw["metadata"]["managedFields"] = entries
+    assert Replica.parse(raw).asked_by == "trainer"
+    cache = Cache()
+    cache.put(raw)
+    kept = cache.get(("ns", "x")) or {}
+    assert Replica.parse(kept).asked_by == "trainer"
+    assert len(str(kept["metadata"]["managedFields"])) < len(str(entries)) / 2
+    raw["metadata"]["managedFields"] = entries[:1]
+    assert Replica.parse(raw).asked_by == ""
 
 
 def test_late_news_does_not_replace_newer_news():

@@ -103,6 +103,10 @@ async def test_a_weight_update_is_at_most_four_writes():
         }
         assert status["weightUpdate"]["phase"] == "Committed"
         assert status["weightUpdate"]["bytes"] == 4096
+        # written with the rest, by nobody's extra request
+        assert [(u["version"], u["step"], u["by"]) for u in status["history"][:1]] == [
+            ("step-1", 1, "kubectl")
+        ]
         assert b.condition("WeightsReady") == ("True", "Committed")
         await b.until(lambda: ("Normal", "WeightsCommitted") in b.server.events())
 

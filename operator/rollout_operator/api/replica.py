@@ -2,12 +2,35 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic import ValidationError
 
 from rollout_operator.api.spec import RolloutSpec
 from rollout_operator.api.status import ReplicaStatus
+
+_VERSION_FIELD: Final[dict[str, Any]] = {"f:spec": {"f:weightVersion": {}}}
+
+
+def slim_managed_fields(entries: Any) -> list[dict[str, Any]]:
+    """Keep of ``metadata.managedFields`` only who owns ``spec.weightVersion``: the whole is a third
+    of an object.
+    """
+    return [
+        {
+            "manager": entry.get("manager", ""),
+            "time": entry.get("time", ""),
+            "fieldsV1": _VERSION_FIELD,
+        }
+        for entry in entries or ()
+        if "f:weightVersion" in ((entry.get("fieldsV1") or {}).get("f:spec") or {})
+    ]
+
+
+def asked_by(entries: Any) -> str:
+    """The field manager that set ``spec.weightVersion`` last; empty where nobody owns it."""
+    owners = slim_managed_fields(entries)
+    return str(max(owners, key=lambda entry: entry["time"])["manager"])[:128] if owners else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +46,8 @@ class Replica:
     status: ReplicaStatus
     invalid: str = ""
     """Why ``spec`` is None: the field and what is wrong with it."""
+    asked_by: str = ""
+    """The field manager of ``spec.weightVersion``; empty where nobody owns that field."""
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -44,6 +69,7 @@ class Replica:
             spec=spec,
             status=ReplicaStatus.parse(body.get("status")),
             invalid=invalid,
+            asked_by=asked_by(meta.get("managedFields")),
         )
 
     def same_as(self, other: "Replica") -> bool:

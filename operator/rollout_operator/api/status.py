@@ -1,6 +1,6 @@
 """``status`` of a RolloutReplica. The CRD holds the same fields (a test compares)."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
@@ -54,6 +54,25 @@ class WeightUpdate(_Part):
     transport: Annotated[str | None, Field(max_length=64)] = None
     mode: Annotated[str | None, Field(max_length=64)] = None
     message: Message = ""
+    by: Annotated[str | None, Field(max_length=128)] = None
+    """The field manager of ``spec.weightVersion`` when the operator first saw this update."""
+
+
+MAX_HISTORY: Final = 10
+
+
+class FinishedUpdate(_Part):
+    """One line of the history."""
+
+    version: Name
+    step: Annotated[int | None, Field(ge=0)] = None
+    source: CommittedSource | None = None
+    phase: Annotated[str, Field(max_length=64)]
+    """``Committed`` or ``Rejected``."""
+    started_at: str | None = None
+    finished_at: str | None = None
+    paused_seconds: float | None = None
+    by: Annotated[str | None, Field(max_length=128)] = None
 
 
 class PodStatus(_Part):
@@ -78,6 +97,8 @@ class ReplicaStatus(_Part):
     weight_version: Name = ""
     last_committed: LastCommitted | None = None
     weight_update: WeightUpdate | None = None
+    history: Annotated[tuple[FinishedUpdate, ...], Field(max_length=MAX_HISTORY)] = ()
+    """The newest first."""
     endpoint: Annotated[str, Field(max_length=512)] = ""
     pods: Annotated[tuple[PodStatus, ...], Field(max_length=64)] = ()
 

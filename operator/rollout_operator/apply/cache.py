@@ -1,5 +1,6 @@
 """The newest object that a watch, a read or an own write has shown, by name."""
 
+from rollout_operator.api.replica import slim_managed_fields
 from rollout_operator.apply.kube import JsonObject, Kube
 
 Key = tuple[str, str]
@@ -23,8 +24,9 @@ class Cache:
         known = self._objects.get(key)
         if known is not None and not _newer(meta, known["metadata"]):
             return False
-        # a third of an object, and nobody reads it
-        meta.pop("managedFields", None)
+        owners = slim_managed_fields(meta.pop("managedFields", None))
+        if owners:
+            meta["managedFields"] = owners
         self._objects[key] = raw
         return True
 

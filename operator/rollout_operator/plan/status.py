@@ -15,7 +15,6 @@ from rollout_operator.api.conditions import (
 from rollout_operator.api.replica import Replica
 from rollout_operator.api.spec import InterruptionMode
 from rollout_operator.api.status import (
-    CommittedSource,
     LastCommitted,
     PodStatus,
     ReplicaStatus,
@@ -25,6 +24,7 @@ from rollout_operator.api.status import (
 from rollout_operator.plan.actions import Plan, Verdict
 from rollout_operator.plan.diagnosis import READY_REASONS, current_state, diagnose, uncertain
 from rollout_operator.plan.document import wanted_version
+from rollout_operator.plan.history import asker, committed_source, with_update
 from rollout_operator.plan.observed import Ownership, PodSeen, Seen
 from rollout_operator.plan.sleep import weights_asleep
 from rollout_pod.protocol import DATA_PORT, PodPhase, StateDocument, UpdatePhase, UpdateState
@@ -50,13 +50,15 @@ def render_status(replica: Replica, seen: Seen, plan: Plan, now: float) -> Repli
     state = current_state(pod, seen.report)
     verdict = plan.verdict or diagnose(replica, seen)
     ours = state if state is not None and state.owner == replica.uid else None
+    update = _update(ours.update if ours else None, replica) or previous.weight_update
     return ReplicaStatus(
         observed_generation=replica.generation,
         phase=_phase(pod, state, verdict),
         conditions=_conditions(replica, pod, state, verdict, now),
         weight_version=_everywhere(state),
         last_committed=_last_committed(ours) or previous.last_committed,
-        weight_update=_update(ours.update if ours else None) or previous.weight_update,
+        weight_update=update,
+        history=with_update(previous.history, update, previous.weight_update, ours),
         endpoint=(
             f"http://{names.service_name(replica.name)}.{replica.namespace}.svc:{DATA_PORT}"
             if seen.services[0] and seen.services[0].owner is Ownership.OURS
@@ -224,11 +226,10 @@ def _last_committed(state: StateDocument | None) -> LastCommitted | None:
     if state is None or state.committed is None:
         return None
     ref = state.committed
-    source = CommittedSource(path=ref.source.path) if ref.source else None
-    return LastCommitted(version=ref.version, step=ref.step, source=source)
+    return LastCommitted(version=ref.version, step=ref.step, source=committed_source(ref))
 
 
-def _update(update: UpdateState | None) -> WeightUpdate | None:
+def _update(update: UpdateState | None, replica: Replica) -> WeightUpdate | None:
     if update is None:
         return None
     over = update.phase in _OVER
@@ -254,6 +255,7 @@ def _update(update: UpdateState | None) -> WeightUpdate | None:
         transport=update.transport,
         mode=update.mode,
         message=shorten(update.message),
+        by=asker(replica, update.target, _stamp(update.started_at)),
     )
 
 

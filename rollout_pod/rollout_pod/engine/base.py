@@ -143,6 +143,9 @@ class EngineDelta:
     """Of the sampled tokens, under the distribution that was sampled; as long as ``token_ids``."""
     top_log_probs: tuple[tuple[TopLogProb, ...], ...] | None = None
     """By rank, where the parameters ask for them; as long as ``token_ids``."""
+    finish_reason: str | None = None
+    """Set with the last tokens of a request that ended by itself."""
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rollout_pod.engine.base import (
@@ -16,6 +17,8 @@ from rollout_pod.engine.seam import SeamStop
 
 NON_FINITE = "non-finite log-prob"
 """The stop reason of an output that was cut, beside the finish reason ``error``."""
+
+_BY_ITSELF = frozenset({"stop", "length", "repetition"})
 
 Read = Callable[[Any], tuple[EngineDelta, bool]]
 
@@ -74,6 +77,11 @@ class Transcript:
             if self._stopped_by is not None:
                 delta, self.is_cut = _first_of(delta, kept), False
         self._deltas.append(delta)
+        choice = output.outputs[0]
+        if output.finished and not self.is_cut and choice.finish_reason in _BY_ITSELF:
+            return replace(
+                delta, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason
+            )
         return delta
 
     @property

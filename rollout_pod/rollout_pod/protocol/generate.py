@@ -174,6 +174,10 @@ class GenerateDelta(BaseModel):
     """The weight version that sampled them."""
     step: int | None = None
     top_log_probs: list[list[TokenLogProb]] | None = None
+    finish_reason: FinishReason | None = None
+    """With the last tokens of a rollout that ended by itself, so that a reader who loses the pod
+    before the event ``end`` does not ask for more."""
+    stop_reason: int | str | None = None
 
 
 class GenerateEnd(BaseModel):

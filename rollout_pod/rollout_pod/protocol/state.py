@@ -156,3 +156,12 @@ class StateDocument(_Document):
     ranks: tuple[RankState, ...] = ()
     last_error: str | None = None
     engine: EngineInfo | None = None
+
+
+class ReadyFacts(_Document):
+    """What ``GET /readyz`` on the data port answers with 200: enough to route by."""
+
+    status: str = "ok"
+    boot_id: str | None = None
+    weight_version: str | None = None
+    weight_step: int | None = None

@@ -12,7 +12,13 @@ from starlette.requests import ClientDisconnect
 
 from rollout_pod import __version__
 from rollout_pod.generation import Generation
-from rollout_pod.protocol import CancelReason, GenerateRequest, GenerateResponse, ProblemCode
+from rollout_pod.protocol import (
+    CancelReason,
+    GenerateRequest,
+    GenerateResponse,
+    ProblemCode,
+    ReadyFacts,
+)
 from rollout_pod.server.body_limit import BodyLimit
 from rollout_pod.server.openai import openai_routes
 from rollout_pod.server.problems import install_problems, problem_of, problem_response
@@ -112,11 +118,18 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         """200 once the engine has started."""
         return _probe("the engine is starting" if not supervisor.is_started else None)
 
-    @app.get("/readyz", response_model=Probe, responses=problems(503))
+    @app.get("/readyz", response_model=ReadyFacts, responses=problems(503))
     async def readyz() -> Response:
-        """200 while a version is committed; pauses and updates do not change it."""
-        phase = supervisor.board.document().phase
-        return _probe(None if supervisor.is_ready else f"phase {phase}")
+        """200 while a version is committed; pauses and updates do not change it. Says which."""
+        state = supervisor.board.document()
+        if not supervisor.is_ready:
+            return _probe(f"phase {state.phase}")
+        facts = ReadyFacts(
+            boot_id=state.boot_id,
+            weight_version=state.weight_version,
+            weight_step=state.weight_step,
+        )
+        return JSONResponse(facts.model_dump())
 
     @app.get("/healthz", response_model=Probe, responses=problems(503))
     async def healthz() -> Response:

@@ -16,7 +16,13 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from rollout_pod.engine.base import EngineDelta
 from rollout_pod.gate import Admission
 from rollout_pod.generation import tops_of
-from rollout_pod.protocol import GenerateDelta, GenerateEnd, GenerateResponse, WeightsRef
+from rollout_pod.protocol import (
+    FinishReason,
+    GenerateDelta,
+    GenerateEnd,
+    GenerateResponse,
+    WeightsRef,
+)
 from rollout_pod.server.problems import problem_of
 
 HEARTBEAT_S: Final = 10
@@ -110,6 +116,8 @@ def _merged(deltas: list[EngineDelta], weights: WeightsRef) -> GenerateDelta:
         version=weights.version,
         step=weights.step,
         top_log_probs=tops_of(tops) if tops else None,
+        finish_reason=FinishReason(ended) if (ended := deltas[-1].finish_reason) else None,
+        stop_reason=deltas[-1].stop_reason,
     )
 
 
