@@ -1,9 +1,8 @@
-"""``generate`` that survives pauses, weight updates and lost connections."""
+"""``generate`` that survives pauses, weight updates, lost connections and lost pods."""
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -11,57 +10,61 @@ import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from rollout_client import http as pods
-from rollout_client.errors import (
-    DeadlineExceeded,
-    EngineFailed,
-    ProtocolError,
-    RequestRefused,
-)
-from rollout_client.rollout import InvalidAnswer, Rollout, extend
-from rollout_pod.protocol import FinishReason, GenerateRequest, GenerateResponse, OnPause
-
-OnPartial = Callable[[Rollout], None]
+from rollout_client.batch import gather_batch
+from rollout_client.endpoints import Endpoints, Fixed
+from rollout_client.errors import DeadlineExceeded, GroupFailed, RolloutError
+from rollout_client.fleet import Fleet
+from rollout_client.planning import Again, Cut, Done, Outcome, Policy, judge
+from rollout_client.prompts import normalize_token_ids
+from rollout_client.rollout import Draft, Rollout
+from rollout_client.routing import NoReplica
+from rollout_client.run import OnPartial, Run, error_of
+from rollout_pod.protocol import FinishReason
 
 _BACKOFF: Final = wait_random_exponential(multiplier=0.1, max=5)
+_NO_REPLICA_S: Final = 1.0
+"""The longest wait before it is asked again whether there is a replica."""
 
 
 class RolloutClient:
-    """Calls one or several pods; a rollout stays with one of them while it answers.
+    """Generates on one or many replicas. Use it as an async context manager, in one event loop.
 
     Args:
-        endpoints: Base URLs of data ports, such as ``http://qwen.default.svc:8000``.
+        endpoints: One base URL, several, or ``Service`` or ``kube.ReplicaSelector``, which find
+            them.
         max_concurrency: Requests on the wire at once; others wait for their turn.
         connect_timeout_s: For one connection.
-        park_s: How long a pod may hold a request that finds the gate closed, before the client
-            asks again.
-        engine_failures: Engine errors in a row after which ``generate`` gives up.
+        park_s: How long a replica may hold a request that finds the gate closed, before another
+            one is asked.
+        policy: When a rollout is given up before its deadline.
         transport: Takes the place of the network in tests.
     """
 
     def __init__(
         self,
-        endpoints: Sequence[str] | str,
+        endpoints: Sequence[str] | str | Endpoints,
         *,
         max_concurrency: int = 256,
         connect_timeout_s: float = 5.0,
-        park_s: float = 60.0,
-        engine_failures: int = 5,
+        park_s: float = 30.0,
+        policy: Policy = Policy(),  # noqa: B008 # frozen
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        urls = [endpoints] if isinstance(endpoints, str) else list(endpoints)
-        if not urls:
-            raise ValueError("endpoints: name at least one, such as http://qwen.default.svc:8000")
-        self._endpoints = tuple(url.rstrip("/") for url in urls)
+        if isinstance(endpoints, str):
+            endpoints = [endpoints]
         self._park_s = park_s
-        self._engine_failures = engine_failures
+        self._policy = policy
         self._slots = asyncio.Semaphore(max_concurrency)
         self._http = httpx.AsyncClient(
-            # A long generation sends no byte for minutes; the rollout's deadline bounds it.
-            timeout=httpx.Timeout(None, connect=connect_timeout_s),
+            timeout=httpx.Timeout(pods.SILENCE_S, connect=connect_timeout_s, pool=None),
             limits=httpx.Limits(
-                max_connections=max_concurrency, max_keepalive_connections=max_concurrency
+                # probes of readiness must not wait for rollouts to end
+                max_connections=None, max_keepalive_connections=max_concurrency
             ),
             transport=transport,
+        )  # fmt: skip
+        self._fleet = Fleet(
+            Fixed(endpoints) if isinstance(endpoints, Sequence) else endpoints, self._http
         )
 
     async def __aenter__(self) -> Self:
@@ -77,157 +80,194 @@ class RolloutClient:
 
     async def aclose(self) -> None:
         """Close all connections. Idempotent."""
+        await self._fleet.aclose()
         await self._http.aclose()
 
     async def generate(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_ids: Any,
         sampling_params: Mapping[str, Any],
-        *,
         request_id: str | None = None,
+        *,
         session_id: str | None = None,
-        lora: str | None = None,
-        multi_modal_data: Mapping[str, Sequence[str]] | None = None,
+        min_step: int | None = None,
         deadline_s: float = 600.0,
         on_partial: OnPartial | None = None,
+        fields: Mapping[str, Any] | None = None,
     ) -> Rollout:
         """Generate one rollout to its end, however often it is cut on the way.
 
-        One with ``structured_outputs`` begins anew when it is cut: its grammar cannot go on.
+        Cancelling this coroutine ends the request in the pod; its partial is lost.
 
         Args:
-            prompt_token_ids: The prompt, with a placeholder for each of ``multi_modal_data``.
+            prompt_ids: Token ids: a list, an array, a tensor or a tokenizer's output (see
+                ``normalize_token_ids``).
             sampling_params: vLLM's names; ``max_tokens`` is the budget of the whole rollout.
             request_id: Made up where absent; must not be in use at the moment.
-            session_id: Rollouts of one session prefer one pod (its prefix cache).
-            lora: The name of one of the engine's adapters.
-            multi_modal_data: URLs by kind, ``image`` and ``video``.
+            session_id: Rollouts of one session prefer one replica (its prefix cache).
+            min_step: Only replicas that hold this ``weightStep`` or a later one are asked. The
+                spans of the rollout say what really sampled it.
             deadline_s: For all attempts together.
             on_partial: Called with what the caller holds whenever the rollout was cut.
+            fields: Further fields of the pod's request, such as ``priority`` or ``cache_salt``.
 
         Raises:
             RolloutError: one of its subclasses; each carries the partial.
-            ValueError: the pod's schema refuses the arguments; nothing was sent.
+            ValueError: the arguments are wrong; nothing was sent.
         """
-        run = _Run(
-            prompt=list(prompt_token_ids),
+        budget = sampling_params.get("max_tokens")
+        run = Run(
+            draft=Draft(
+                request_id or uuid.uuid4().hex, budget=budget if isinstance(budget, int) else None
+            ),
+            prompt=normalize_token_ids(prompt_ids),
             params=dict(sampling_params),
             session_id=session_id,
-            more={"lora": lora, "multi_modal_data": multi_modal_data},
-            rollout=Rollout(request_id=request_id or uuid.uuid4().hex),
+            min_step=min_step,
             deadline=asyncio.get_running_loop().time() + deadline_s,
             on_partial=on_partial,
+            fields=dict(fields or {}),
         )
+        run.request(self._park_s)  # wrong arguments are told before anything else
         try:
             async with asyncio.timeout_at(run.deadline) as limit:
-                while run.rollout.finish_reason is None:
+                while run.draft.finish_reason is None:
                     await self._advance(run)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            why = f"; the last attempt failed: {run.last_failure}" if run.last_failure else ""
+            why = f"; the last attempt: {run.last_failure}" if run.last_failure else ""
             raise DeadlineExceeded(
-                f"not finished after {deadline_s} s{why}", partial=run.rollout
+                f"not finished after {deadline_s:g} s{why}", partial=run.draft.rollout()
             ) from error
-        return run.rollout
+        return run.draft.rollout()
 
-    async def _advance(self, run: "_Run") -> None:
-        if run.budget is not None and 0 < run.budget <= len(run.rollout.token_ids):
-            # Cut on its very last token: nothing is left to ask a pod for.
-            run.rollout = replace(run.rollout, finish_reason=FinishReason.LENGTH)
-            return
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(pods.Transient), wait=_wait, reraise=True
+    async def generate_group(
+        self,
+        prompt_ids: Any,
+        sampling_params: Mapping[str, Any],
+        n: int,
+        group_id: str | None = None,
+        **options: Any,
+    ) -> list[Rollout]:
+        """Generate ``n`` rollouts of one prompt, on one replica's prefix cache where possible.
+
+        Args:
+            prompt_ids: As for ``generate``.
+            sampling_params: As for ``generate``; a ``seed`` is raised by one from rollout to
+                rollout.
+            n: How many.
+            group_id: Made up where absent; the rollouts are called ``{group_id}-0`` and so on.
+            options: Those of ``generate``, for each of them.
+
+        Raises:
+            GroupFailed: not all finished; it has those that did and the partials of the others.
+            ValueError: the arguments are wrong.
+        """
+        if n < 1:
+            raise ValueError(f"n: must be at least 1, not {n}")
+        group = group_id or uuid.uuid4().hex
+        prompt, seed = normalize_token_ids(prompt_ids), sampling_params.get("seed")
+        params = [
+            {**sampling_params, "seed": seed + i} if isinstance(seed, int) else sampling_params
+            for i in range(n)
+        ]
+        results = await self.generate_batch(
+            [prompt] * n,
+            params,
+            request_ids=[f"{group}-{i}" for i in range(n)],
+            **{"session_id": group, **options},
         )
-        try:
-            await retrying(self._attempt, run)
-        except pods.Refused as error:
-            raise RequestRefused(
-                str(error), status=error.status, problem=error.problem, partial=run.rollout
-            ) from error
-        except (pods.NoDocument, InvalidAnswer) as error:
-            raise ProtocolError(str(error), partial=run.rollout) from error
+        failed = [r for r in results if isinstance(r, RolloutError)]
+        if failed:
+            raise GroupFailed(
+                f"{len(failed)} of {n} rollouts of group {group} failed: {failed[0]}",
+                results=results,
+            ) from failed[0]
+        return [r for r in results if isinstance(r, Rollout)]
 
-    async def _attempt(self, run: "_Run") -> None:
-        endpoints = pods.preferred(self._endpoints, run.session_id or run.rollout.request_id)
-        endpoint = endpoints[run.moves % len(endpoints)]
+    async def generate_batch(
+        self,
+        prompts: Sequence[Any],
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        request_ids: Sequence[str] | None = None,
+        progress: bool = False,
+        **options: Any,
+    ) -> list[Rollout | RolloutError]:
+        """Generate one rollout for each prompt; return them in order, a failed one as its error.
+
+        Args:
+            prompts: Each as for ``generate``.
+            sampling_params: For all, or one for each.
+            request_ids: Made up where absent.
+            progress: Show a bar on the terminal's stderr (needs ``rollout-replica[rich]``).
+            options: Those of ``generate``, for each of them.
+
+        Raises:
+            ValueError: the arguments of one are wrong; the others are given up.
+        """
+        return await gather_batch(
+            self.generate, prompts, sampling_params,
+            request_ids=request_ids, progress=progress, options=options,
+        )  # fmt: skip
+
+    async def _advance(self, run: Run) -> None:
+        """Attempts until one brings tokens or the end."""
+        if run.draft.is_full:
+            # Cut on its very last token: nothing is left to ask a pod for.
+            run.draft.finish(FinishReason.LENGTH)
+            return
+        retrying = AsyncRetrying(retry=retry_if_exception_type(_Retry), wait=_wait, reraise=True)
+        await retrying(self._attempt, run)
+
+    async def _attempt(self, run: Run) -> None:
         async with self._slots:
-            request = run.next_request(self._park_s)
-            try:
-                answer = await pods.exchange(self._http, endpoint, request)
-            except pods.Transient as error:
-                run.failed(error)
-                if run.engine_failures >= self._engine_failures:
-                    raise EngineFailed(str(error), partial=run.rollout) from error
-                raise
-            except pods.Refused as error:
-                if run.lost_connection and error.duplicate:
-                    # The attempt whose connection broke has not left the pod yet.
-                    raise pods.Transient(str(error)) from error
-                raise
-        run.took(answer)
+            picked = await self._fleet.pick(run.key, avoid=run.avoid, min_step=run.min_step)
+            if isinstance(picked, NoReplica):
+                if picked.wait_s is None or run.last_failure is None:
+                    run.last_failure = picked.why
+                raise _Retry(picked)
+            held = len(run.draft.token_ids)
+            run.draft.attempts += 1
+            with self._fleet.in_flight(picked):
+                outcome = await pods.attempt(
+                    self._http, picked, run.request(self._park_s), run.draft
+                )
+        self._follow(run, picked, outcome, gained=len(run.draft.token_ids) - held)
+
+    def _follow(self, run: Run, url: str, outcome: Outcome, *, gained: int) -> None:
+        verdict = judge(outcome, gained=gained, counts=run.counts, policy=self._policy)
+        if gained or isinstance(verdict, Done):
+            self._fleet.worked(url)
+            run.avoid, run.last_failure = set(), None
+        if isinstance(verdict, Done):
+            return
+        if not isinstance(verdict, Again):
+            raise error_of(verdict.kind, verdict.why, outcome, run.draft.rollout())
+        run.counts, run.last_failure = verdict.counts, verdict.why
+        if verdict.rest_s:
+            self._fleet.rest(url, verdict.rest_s, asked_s=verdict.asked_s)
+            run.avoid.add(url)
+        if run.on_partial is not None and (gained or isinstance(outcome, Cut)):
+            run.on_partial(run.draft.rollout())
+        if verdict.backoff and not run.draft.is_full:
+            raise _Retry(None)
+
+
+class _Retry(Exception):
+    """Ask again, at growing intervals."""
+
+    def __init__(self, nobody: NoReplica | None) -> None:
+        super().__init__()
+        self.nobody = nobody
 
 
 def _wait(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
-    asked = error.retry_after_s if isinstance(error, pods.Transient) else None
-    return _BACKOFF(state) if asked is None else asked
-
-
-class _Run:
-    """One rollout on its way: what is asked, what is held, what went wrong."""
-
-    def __init__(
-        self,
-        *,
-        prompt: list[int],
-        params: dict[str, Any],
-        session_id: str | None,
-        more: Mapping[str, Any],
-        rollout: Rollout,
-        deadline: float,
-        on_partial: OnPartial | None,
-    ) -> None:
-        self.prompt, self.params, self.session_id = prompt, params, session_id
-        self.more = more
-        self.rollout, self.deadline, self.on_partial = rollout, deadline, on_partial
-        budget = params.get("max_tokens")
-        self.budget = budget if isinstance(budget, int) else None
-        self.moves = 0
-        self.engine_failures = 0
-        self.lost_connection = False
-        self.last_failure: str | None = None
-
-    def next_request(self, park_s: float) -> GenerateRequest:
-        self.rollout = replace(self.rollout, attempts=self.rollout.attempts + 1)
-        left = self.deadline - asyncio.get_running_loop().time()
-        return GenerateRequest(
-            request_id=self.rollout.request_id,
-            prompt_token_ids=self.prompt,
-            generated_token_ids=list(self.rollout.token_ids),
-            sampling_params=self.params,
-            attempt=self.rollout.attempts,
-            session_id=self.session_id,
-            on_pause=OnPause.WAIT,
-            timeout_s=max(0.001, min(park_s, left)),
-            **self.more,
-        )
-
-    def took(self, answer: GenerateResponse) -> None:
-        self.rollout = extend(self.rollout, answer, budget=self.budget)
-        self.engine_failures, self.last_failure = 0, None
-        if not answer.is_cancel:
-            return
-        if self.on_partial is not None:
-            self.on_partial(self.rollout)
-        if self.params.get("structured_outputs") is not None:
-            self.rollout = replace(self.rollout, token_ids=(), log_probs=(), weight_versions=())
-        if not answer.token_ids:
-            # Asked again at growing intervals, so that no pod is asked in a tight loop.
-            raise pods.Transient(f"cut before its first token: {answer.cancel_reason}")
-
-    def failed(self, error: pods.Transient) -> None:
-        self.last_failure = str(error)
-        self.moves += 1
-        self.lost_connection |= isinstance(error, pods.ConnectionLost)
-        self.engine_failures += isinstance(error, pods.EngineTrouble)
+    nobody = error.nobody if isinstance(error, _Retry) else None
+    if nobody is None:
+        return _BACKOFF(state)
+    if nobody.wait_s is None:
+        return min(_BACKOFF(state), _NO_REPLICA_S)
+    return nobody.wait_s

@@ -1,5 +1,7 @@
 """What a rollout can fail with. Every error carries the partial, so that no token is lost by it."""
 
+from collections.abc import Sequence
+
 from rollout_client.rollout import Rollout
 from rollout_pod.protocol import Problem
 
@@ -13,7 +15,7 @@ class RolloutError(Exception):
 
 
 class DeadlineExceeded(RolloutError):
-    """``deadline_s`` is over. ``partial`` lacks what the attempt that ran then had generated."""
+    """``deadline_s`` is over. ``partial`` holds all that has arrived, the running attempt's too."""
 
 
 class RequestRefused(RolloutError):
@@ -32,5 +34,21 @@ class EngineFailed(RolloutError):
     """The engine failed this rollout several times in a row."""
 
 
+class RetriesExhausted(RolloutError):
+    """Too many attempts in a row brought no token."""
+
+
+class RolloutCancelled(RolloutError):
+    """Somebody cut it by its id (``DELETE /v1/rollout/requests/{id}``)."""
+
+
 class ProtocolError(RolloutError):
     """An answer that is none: not the document, or one that contradicts itself."""
+
+
+class GroupFailed(Exception):
+    """Not every rollout of a group finished; ``results`` has all of them, in order."""
+
+    def __init__(self, message: str, *, results: Sequence[Rollout | RolloutError]) -> None:
+        super().__init__(message)
+        self.results = tuple(results)

@@ -1,7 +1,9 @@
-"""``RolloutClient.generate`` against scripted pods (no network)."""
+"""``RolloutClient`` against scripted replicas (no network)."""
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -9,168 +11,163 @@ import pytest
 from rollout_client import (
     DeadlineExceeded,
     EngineFailed,
+    GroupFailed,
+    Policy,
     ProtocolError,
     RequestRefused,
+    RetriesExhausted,
+    Rollout,
+    RolloutCancelled,
     RolloutClient,
+    RolloutError,
+    SyncRolloutClient,
 )
-from rollout_pod.protocol import Problem
+from tests.support.fake_fleet import Act, FakeFleet, FakeReplica
+from tests.support.fakes import fake_tokens
 
 PROMPT = [5, 6, 7]
-WHOLE = list(range(100, 120))
+WHOLE = fake_tokens("base", PROMPT, 20)
+LOST = Act(how="lost", tokens=0)
+NEVER = Act(how="status", code="draining")
 
 
-class Pod:
-    """A pod that continues WHOLE; each step of its script shapes one answer."""
-
-    def __init__(self, *script) -> None:
-        self.script = list(script)
-        self.asked: list[dict] = []
-        self.hosts: list[str] = []
-
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        self.asked.append(body)
-        self.hosts.append(request.url.host)
-        step = self.script.pop(0) if self.script else tokens(None)
-        result = step(body)
-        return await result if asyncio.iscoroutine(result) else result
+def status(code: int, name: str = "draining", **headers: str) -> Act:
+    return Act(how="status", status=code, code=name, headers=tuple(headers.items()))
 
 
-def tokens(count: int | None, *, version="base", cut=False, reason="paused", **changes):
-    """Answer with ``count`` more tokens, or all that the budget leaves."""
-
-    def step(body: dict) -> httpx.Response:
-        at, budget = len(body["generated_token_ids"]), body["sampling_params"]["max_tokens"]
-        new = WHOLE[at : budget if count is None else at + count]
-        document = {
-            "token_ids": new,
-            "log_probs": [-t / 100 for t in new],
-            "is_cancel": cut,
-            "request_id": body["request_id"],
-            "finish_reason": "abort" if cut else "length",
-            "stop_reason": None,
-            "cancel_reason": reason if cut else None,
-            "weight_versions": [{"version": version, "step": None, "start": 0, "end": len(new)}],
-            "attempt": body["attempt"],
-            "generation": 1,
-            "num_cached_tokens": 0,
-        }
-        return httpx.Response(200, json=document | changes)
-
-    return step
+def one(*script: Act) -> FakeFleet:
+    return FakeFleet(FakeReplica(script=list(script)))
 
 
-def problem(status: int, code: str, *, headers=None):
-    def step(body: dict) -> httpx.Response:
-        document = Problem(title="no", status=status, code=code, detail="a detail")
-        return httpx.Response(status, content=document.model_dump_json(), headers=headers)
-
-    return step
+async def run(pods: FakeFleet, *, n: int = 20, settings: dict | None = None, **more) -> Rollout:
+    async with RolloutClient(pods.urls, transport=pods, **(settings or {})) as api:
+        return await api.generate(PROMPT, {"max_tokens": n}, **more)
 
 
-def lost(body: dict) -> httpx.Response:
-    raise httpx.ReadError("connection reset")
-
-
-async def never(body: dict) -> httpx.Response:
-    await asyncio.Event().wait()
-    raise AssertionError("unreachable")
-
-
-def client(pod: Pod, endpoints="http://pod", **settings) -> RolloutClient:
-    return RolloutClient(endpoints, transport=httpx.MockTransport(pod), **settings)
-
-
-async def run(pod: Pod, *, max_tokens=20, deadline_s=20.0, settings=None, **args):
-    async with client(pod, **(settings or {})) as api:
-        return await api.generate(PROMPT, {"max_tokens": max_tokens}, deadline_s=deadline_s, **args)
-
-
-async def test_goes_on_from_the_partial_over_a_pause_and_an_update():
-    partials = []
-    pod = Pod(tokens(8, cut=True), tokens(5, version="base", cut=True), tokens(None, version="s1"))
-    rollout = await run(pod, on_partial=partials.append, request_id="r1", session_id="s")
-    assert list(rollout.token_ids) == WHOLE
-    assert list(rollout.log_probs) == [-t / 100 for t in WHOLE]
+async def test_it_goes_on_until_the_rollout_is_whole():
+    partials: list[Rollout] = []
+    pods = one(Act(tokens=8), Act(tokens=5, becomes="s1"))
+    rollout = await run(pods, on_partial=partials.append, request_id="r1", session_id="s")
+    rest = fake_tokens("s1", [*PROMPT, *WHOLE[:13]], 7)
+    assert list(rollout.token_ids) == [*WHOLE[:13], *rest]
     assert [(s.version, s.start, s.end) for s in rollout.weight_versions] == [
         ("base", 0, 13),
         ("s1", 13, 20),
     ]
     assert rollout.attempts == 3
     assert [len(p.token_ids) for p in partials] == [8, 13]
-    assert [a["generated_token_ids"] for a in pod.asked] == [[], WHOLE[:8], WHOLE[:13]]
-    assert [a["attempt"] for a in pod.asked] == [1, 2, 3]
-    assert {a["request_id"] for a in pod.asked} == {"r1"}
+    assert [a["generated_token_ids"] for a in pods.asked] == [[], WHOLE[:8], WHOLE[:13]]
+    assert [a["attempt"] for a in pods.asked] == [1, 2, 3]
+    assert {a["request_id"] for a in pods.asked} == {"r1"}
+    assert {a["session_id"] for a in pods.asked} == {"s"}
     # The budget is the whole rollout's in every attempt; the pod subtracts what is held.
-    assert {a["sampling_params"]["max_tokens"] for a in pod.asked} == {20}
-    assert {a["on_pause"] for a in pod.asked} == {"wait"}
+    assert {a["sampling_params"]["max_tokens"] for a in pods.asked} == {20}
+    assert {a["on_pause"] for a in pods.asked} == {"wait"}
+    assert {a["stream"] for a in pods.asked} == {True}
 
 
 async def test_cut_on_the_last_token_asks_nobody_again():
-    pod = Pod(tokens(20, cut=True))
-    rollout = await run(pod)
+    pods = one(Act(tokens=20, how="lost", tells=False))
+    rollout = await run(pods)
     assert (list(rollout.token_ids), rollout.finish_reason) == (WHOLE, "length")
-    assert len(pod.asked) == 1
+    assert len(pods.asked) == 1
 
 
 async def test_cut_before_the_first_token_tells_the_caller_and_goes_on():
-    partials = []
-    rollout = await run(Pod(tokens(0, cut=True)), on_partial=partials.append)
+    partials: list[Rollout] = []
+    rollout = await run(one(Act(tokens=0)), on_partial=partials.append)
     assert [p.token_ids for p in partials] == [()]
     assert list(rollout.token_ids) == WHOLE
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        lost,
-        problem(503, "gate_closed", headers={"retry-after": "0"}),
-        problem(503, "draining"),
-        problem(503, "not_ready"),
-        problem(500, "engine_error"),
-        tokens(3, finish_reason="error"),
-        lambda body: httpx.Response(502, text="bad gateway"),
-        lambda body: httpx.Response(429, headers={"retry-after": "soon"}),
-    ],
-)
-async def test_a_passing_failure_loses_nothing(failure):
-    pod = Pod(tokens(4, cut=True), failure)
-    rollout = await run(pod)
-    assert list(rollout.token_ids) == WHOLE
-    assert len(rollout.log_probs) == 20
-    assert rollout.attempts == 3
-    assert pod.asked[2]["generated_token_ids"] == WHOLE[:4]
-
-
-async def test_retry_after_is_obeyed():
+async def test_retry_after_is_obeyed_by_every_rollout_of_the_client():
     loop = asyncio.get_running_loop()
     started = loop.time()
-    await run(Pod(problem(503, "gate_closed", headers={"retry-after": "0.7"})))
+    pods = one(status(503, "gate_closed", **{"retry-after": "0.7"}))
+    async with RolloutClient(pods.urls, transport=pods) as api:
+        first = asyncio.ensure_future(api.generate(PROMPT, {"max_tokens": 2}))
+        while not pods.asked:
+            await asyncio.sleep(0)
+        await asyncio.gather(first, api.generate(PROMPT, {"max_tokens": 2}))
     assert loop.time() - started >= 0.7
+    assert len(pods.asked) == 3
+
+
+async def test_another_replica_is_asked_at_once_where_one_says_later():
+    closed = [status(503, "gate_closed", **{"retry-after": "50"}) for _ in range(3)]
+    pods = FakeFleet(FakeReplica(script=closed), FakeReplica())
+    async with RolloutClient(pods.urls, transport=pods) as api:
+        for session in range(8):
+            rollout = await api.generate(
+                PROMPT, {"max_tokens": 20}, session_id=str(session), deadline_s=20
+            )
+            assert list(rollout.token_ids) == WHOLE
+    assert pods.hosts.count(0) <= 1
 
 
 async def test_a_duplicate_is_waited_out_only_after_a_lost_connection():
-    rollout = await run(Pod(lost, problem(409, "duplicate_request")))
+    rollout = await run(one(LOST, status(409, "duplicate_request")))
     assert list(rollout.token_ids) == WHOLE
     with pytest.raises(RequestRefused, match="duplicate_request") as refused:
-        await run(Pod(problem(409, "duplicate_request")))
+        await run(one(status(409, "duplicate_request")))
     assert refused.value.status == 409
 
 
 async def test_a_refusal_is_typed_and_carries_the_partial():
     with pytest.raises(RequestRefused, match="a detail") as refused:
-        await run(Pod(tokens(4, cut=True), problem(422, "invalid_field")))
+        await run(one(Act(tokens=4), status(422, "invalid_field")))
     assert list(refused.value.partial.token_ids) == WHOLE[:4]
     assert refused.value.problem is not None
     assert refused.value.problem.code == "invalid_field"
 
 
-async def test_the_deadline_carries_the_partial_and_the_last_failure():
-    with pytest.raises(DeadlineExceeded) as late:
-        await run(Pod(tokens(4, cut=True), never), deadline_s=0.3)
+async def test_cut_by_its_id_is_typed_and_carries_the_partial():
+    with pytest.raises(RolloutCancelled) as cancelled:
+        await run(one(Act(tokens=4, reason="cancelled")))
+    assert list(cancelled.value.partial.token_ids) == WHOLE[:4]
+
+
+class Hanging(FakeFleet):
+    """Sends so many tokens, and then nothing."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        answer = await super().handle_async_request(request)
+        stream = answer.stream
+
+        async def slow():
+            async for chunk in stream:
+                yield chunk
+            await asyncio.Event().wait()
+
+        return httpx.Response(200, headers=answer.headers, content=slow())
+
+
+async def test_at_the_deadline_the_running_attempts_tokens_are_in_the_partial():
+    pods = Hanging(FakeReplica(script=[Act(how="eof", tokens=4)]))
+    with pytest.raises(DeadlineExceeded, match=r"not finished after 0\.3 s") as late:
+        await run(pods, deadline_s=0.3)
+    partial = late.value.partial
+    assert list(partial.token_ids) == WHOLE[:4]
+    assert [(s.start, s.end) for s in partial.weight_versions] == [(0, 4)]
+    assert partial.attempts == 1
+
+
+async def test_the_deadline_says_what_failed_last():
+    with pytest.raises(DeadlineExceeded, match="draining: a detail") as late:
+        await run(one(Act(tokens=4), *[NEVER] * 500), deadline_s=0.3)
     assert list(late.value.partial.token_ids) == WHOLE[:4]
-    with pytest.raises(DeadlineExceeded, match="draining: a detail"):
-        await run(Pod(*[problem(503, "draining")] * 50), deadline_s=0.3)
+
+
+async def test_a_gate_that_stays_closed_ends_at_the_deadline_and_not_before():
+    closed = [status(503, "gate_closed", **{"retry-after": "0"}) for _ in range(500)]
+    with pytest.raises(DeadlineExceeded, match="gate_closed"):
+        await run(one(*closed), deadline_s=1.0, settings={"policy": Policy(failures=2)})
+
+
+async def test_too_many_failures_in_a_row_end_it():
+    with pytest.raises(RetriesExhausted, match="3 attempts in a row brought no token") as failed:
+        await run(one(Act(tokens=4), *[LOST] * 9), settings={"policy": Policy(failures=3)})
+    assert list(failed.value.partial.token_ids) == WHOLE[:4]
 
 
 async def test_a_timeout_of_the_callers_own_is_not_taken_for_the_deadline():
@@ -178,97 +175,190 @@ async def test_a_timeout_of_the_callers_own_is_not_taken_for_the_deadline():
         raise TimeoutError("mine")
 
     with pytest.raises(TimeoutError, match="mine"):
-        await run(Pod(tokens(4, cut=True)), on_partial=impatient)
+        await run(one(Act(tokens=4)), on_partial=impatient)
 
 
 async def test_engine_errors_in_a_row_end_it_and_progress_starts_the_count_again():
-    dead = problem(500, "engine_error", headers={"retry-after": "0"})
+    dead = status(500, "engine_error", **{"retry-after": "0"})
+    settings = {"policy": Policy(engine_failures=2)}
     with pytest.raises(EngineFailed) as failed:
-        await run(Pod(tokens(4, cut=True), dead, dead), settings={"engine_failures": 2})
+        await run(one(Act(tokens=4), dead, dead), settings=settings)
     assert list(failed.value.partial.token_ids) == WHOLE[:4]
-    pod = Pod(dead, tokens(4, cut=True), dead)
-    rollout = await run(pod, settings={"engine_failures": 2})
+    rollout = await run(one(dead, Act(tokens=4), dead), settings=settings)
     assert list(rollout.token_ids) == WHOLE
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        lambda body: httpx.Response(200, text="<html>"),
-        tokens(None, log_probs=[0.0]),
-        lambda body: tokens(21)(body | {"sampling_params": {"max_tokens": 99}}),
+        httpx.Response(200, text="<html>"),
+        httpx.Response(200, json={"token_ids": [1]}),
+        httpx.Response(
+            200,
+            headers={"content-type": "text/event-stream"},
+            text='event: delta\ndata: {"token_ids": [1, 2]}\n\n',
+        ),
+        httpx.Response(
+            200,
+            headers={"content-type": "text/event-stream"},
+            text='event: delta\ndata: {"token_ids": [1,2,3], "log_probs": [0,0,0], '
+            '"version": "v", "step": 1}\n\n',
+        ),
     ],
-    ids=["not a document", "lengths differ", "over budget"],
+    ids=["a page", "json", "no delta", "over budget"],
 )
 async def test_an_answer_that_is_none_is_typed(answer):
-    with pytest.raises(ProtocolError):
-        await run(Pod(answer), max_tokens=19)
+    transport = httpx.MockTransport(lambda request: answer)
+    async with RolloutClient("http://pod", transport=transport) as api:
+        with pytest.raises(ProtocolError, match="http://pod/v1/rollout/generate"):
+            await api.generate(PROMPT, {"max_tokens": 2})
 
 
 async def test_bad_arguments_are_told_before_anything_is_sent():
-    pod = Pod()
-    async with client(pod) as api:
-        with pytest.raises(ValueError, match="prompt_token_ids"):
+    pods = one()
+    async with RolloutClient(pods.urls, transport=pods) as api:
+        with pytest.raises(ValueError, match="prompt_ids: empty"):
             await api.generate([], {"max_tokens": 1})
-    assert pod.asked == []
+        with pytest.raises(ValueError, match="request_id"):
+            await api.generate(PROMPT, {"max_tokens": 1}, request_id="with space")
+        with pytest.raises(ValueError, match="colour"):
+            await api.generate(PROMPT, {"max_tokens": 1}, fields={"colour": 1})
+        with pytest.raises(ValueError, match="n: must be at least 1"):
+            await api.generate_group(PROMPT, {"max_tokens": 1}, 0)
+        with pytest.raises(ValueError, match="request_ids: 1 for 2 prompts"):
+            await api.generate_batch([PROMPT] * 2, {"max_tokens": 1}, request_ids=["a"])
+    assert pods.asked == []
     with pytest.raises(ValueError, match="endpoints"):
         RolloutClient([])
+    with pytest.raises(ValueError, match="no URL such as"):
+        RolloutClient("qwen:8000")
 
 
-async def test_a_session_stays_with_one_endpoint_and_leaves_a_lost_one():
-    hosts = [f"http://pod-{i}" for i in range(4)]
+async def test_further_fields_are_passed_on():
+    pods = one()
+    await run(pods, fields={"priority": 3, "cache_salt": "x"})
+    assert (pods.asked[0]["priority"], pods.asked[0]["cache_salt"]) == (3, "x")
+
+
+async def test_a_session_stays_with_one_replica_and_leaves_a_lost_one():
     seen = set()
     for session in range(16):
-        pod = Pod(tokens(4, cut=True), lost)
-        await run(pod, session_id=str(session), settings={"endpoints": hosts})
-        assert pod.hosts[0] == pod.hosts[1] != pod.hosts[2]
-        again = Pod()
-        await run(again, session_id=str(session), settings={"endpoints": hosts[::-1]})
-        assert again.hosts == pod.hosts[:1]
-        seen.add(pod.hosts[0])
+        pods = FakeFleet(*(FakeReplica(script=[Act(tokens=4), LOST]) for _ in range(4)))
+        await run(pods, session_id=str(session))
+        assert pods.hosts[0] == pods.hosts[1] != pods.hosts[2]
+        again = FakeFleet(*(FakeReplica() for _ in range(4)))
+        async with RolloutClient(again.urls[::-1], transport=again) as api:
+            for _ in range(2):
+                await api.generate(PROMPT, {"max_tokens": 2}, session_id=str(session))
+        assert again.hosts == pods.hosts[:1] * 2
+        seen.add(pods.hosts[0])
     assert len(seen) > 1
+
+
+async def test_sessions_go_where_the_fewest_requests_are():
+    gate = asyncio.Event()
+    pods = FakeFleet(*(FakeReplica() for _ in range(3)), hook=lambda index: gate.wait())
+    async with RolloutClient(pods.urls, transport=pods) as api:
+        tasks = [asyncio.ensure_future(api.generate(PROMPT, {"max_tokens": 2})) for _ in range(9)]
+        while len(pods.hosts) < 9:
+            await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*tasks)
+    assert sorted(pods.hosts) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+async def test_a_rollout_waits_for_a_replica_that_is_new_enough():
+    pods = FakeFleet(FakeReplica(step=3), FakeReplica(step=4, ready=False))
+    async with RolloutClient(pods.urls, transport=pods) as api:
+        with pytest.raises(DeadlineExceeded, match="holds step 4 or later"):
+            await api.generate(PROMPT, {"max_tokens": 2}, min_step=4, deadline_s=0.3)
+        assert pods.asked == []
+        waiting = asyncio.ensure_future(api.generate(PROMPT, {"max_tokens": 2}, min_step=4))
+        pods.replicas[1].ready = True
+        rollout = await waiting
+    assert pods.hosts == [1]
+    assert rollout.weight_versions[0].step == 4
 
 
 async def test_max_concurrency_bounds_what_is_on_the_wire():
     now = most = 0
 
-    async def slow(body: dict) -> httpx.Response:
+    async def slow(index: int) -> None:
         nonlocal now, most
         now += 1
         most = max(most, now)
         await asyncio.sleep(0)
         now -= 1
-        return tokens(None)(body)
 
-    async with client(Pod(*[slow] * 9), max_concurrency=3) as api:
+    pods = FakeFleet(FakeReplica(), hook=slow)
+    async with RolloutClient(pods.urls, transport=pods, max_concurrency=3) as api:
         await asyncio.gather(*(api.generate(PROMPT, {"max_tokens": 4}) for _ in range(9)))
     assert most == 3
 
 
 async def test_the_callers_params_are_not_changed():
     params = {"max_tokens": 20, "stop_token_ids": [1]}
-    async with client(Pod(tokens(4, cut=True))) as api:
+    pods = one(Act(tokens=4))
+    async with RolloutClient(pods.urls, transport=pods) as api:
         await api.generate(PROMPT, params)
     assert params == {"max_tokens": 20, "stop_token_ids": [1]}
 
 
-async def test_every_attempt_asks_for_the_same():
-    pod = Pod(tokens(4, cut=True), tokens(None))
-    data = {"image": ["https://host/image.png"]}
-    await run(pod, lora="one", multi_modal_data=data)
-    assert [body["lora"] for body in pod.asked] == ["one", "one"]
-    assert [body["multi_modal_data"]["image"] for body in pod.asked] == [data["image"]] * 2
-    assert [body["prompt_token_ids"] for body in pod.asked] == [PROMPT] * 2
+async def test_a_group_is_one_prompt_on_one_replica():
+    pods = FakeFleet(*(FakeReplica() for _ in range(3)))
+    async with RolloutClient(pods.urls, transport=pods) as api:
+        group = await api.generate_group(PROMPT, {"max_tokens": 20, "seed": 7}, 4, "g")
+    assert [r.request_id for r in group] == ["g-0", "g-1", "g-2", "g-3"]
+    assert len(set(pods.hosts)) == 1
+    assert sorted(a["sampling_params"]["seed"] for a in pods.asked) == [7, 8, 9, 10]
+    assert {a["session_id"] for a in pods.asked} == {"g"}
 
 
-async def test_a_grammar_begins_anew():
-    pod = Pod(tokens(4, cut=True), tokens(None))
-    partials = []
-    async with client(pod) as api:
-        params = {"max_tokens": 20, "structured_outputs": {"regex": "a*"}}
-        rollout = await api.generate(PROMPT, params, on_partial=partials.append)
-    assert [body["generated_token_ids"] for body in pod.asked] == [[], []]
-    assert [partial.token_ids for partial in partials] == [tuple(WHOLE[:4])]
-    assert rollout.token_ids == tuple(WHOLE)
-    assert len(rollout.log_probs) == rollout.weight_versions[-1].end == 20
-    assert rollout.attempts == 2
+async def test_a_group_that_fails_in_part_hides_nothing():
+    pods = one(Act(tokens=20), Act(tokens=4, reason="cancelled"))
+    async with RolloutClient(pods.urls, transport=pods, max_concurrency=1) as api:
+        with pytest.raises(GroupFailed, match="1 of 2 rollouts of group g failed") as failed:
+            await api.generate_group(PROMPT, {"max_tokens": 20}, 2, "g")
+    whole, cut = failed.value.results
+    assert isinstance(whole, Rollout)
+    assert isinstance(cut, RolloutError)
+    assert (len(whole.token_ids), len(cut.partial.token_ids)) == (20, 4)
+
+
+async def test_a_batch_keeps_its_order_and_shows_a_bar(capsys):
+    pods = one(Act(tokens=4, reason="cancelled"))
+    async with RolloutClient(pods.urls, transport=pods, max_concurrency=1) as api:
+        prompts = [[n + 1] for n in range(5)]
+        results = await api.generate_batch(
+            prompts, [{"max_tokens": n + 5} for n in range(5)], progress=True
+        )
+    assert isinstance(results[0], RolloutCancelled)
+    for n, result in enumerate(results[1:], start=1):
+        assert list(result.token_ids) == fake_tokens("base", prompts[n], n + 5)
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "5/5" in shown.err
+    assert "1 failed" in shown.err
+
+
+def test_the_sync_client_does_the_same():
+    pods = one(Act(tokens=8), LOST)
+    with SyncRolloutClient(pods.urls, transport=pods) as api:
+        assert list(api.generate(PROMPT, {"max_tokens": 20}).token_ids) == WHOLE
+        assert len(api.generate_group(PROMPT, {"max_tokens": 3}, 2)) == 2
+        assert len(api.generate_batch([PROMPT], {"max_tokens": 3})) == 1
+    api.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        api.generate(PROMPT, {"max_tokens": 20})
+    with pytest.raises(ValueError, match="endpoints"):
+        SyncRolloutClient([])
+
+
+def test_the_client_is_light():
+    code = "import rollout_client, sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    heavy = {"torch", "numpy", "transformers", "vllm", "kubernetes", "fastapi", "zmq"}
+    assert not loaded & heavy
