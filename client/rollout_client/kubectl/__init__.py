@@ -1,0 +1,1 @@
+"""``kubectl-rr``: the kubectl plugin (extra ``kubectl``)."""
