@@ -7,10 +7,12 @@ token that was lost, doubled or sampled after another history shows.
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
 
+from rollout_client import Rollout
 from rollout_pod.protocol import Problem
 from tests.support.fakes import fake_token
 
@@ -161,6 +163,28 @@ class FakeFleet(httpx.AsyncBaseTransport):
         else:
             assert act.how == "eof", act
         return Broken(chunks, error)
+
+
+def check_rollout(
+    prompt: Sequence[int], rollout: Rollout, budget: int, *, eos_below: int = 0
+) -> None:
+    """Token for token the greedy run of each span's version: nothing is lost or doubled, the
+    budget is exact, and the spans cover all and join what is equal.
+    """
+    history, covered = list(prompt), 0
+    for span in rollout.weight_versions:
+        assert span.start == covered < span.end
+        for token in rollout.token_ids[span.start : span.end]:
+            assert token == fake_token(span.version, history)
+            history.append(token)
+        covered = span.end
+    assert covered == len(rollout.token_ids) == len(rollout.log_probs)
+    labels = [(span.version, span.step) for span in rollout.weight_versions]
+    assert all(a != b for a, b in pairwise(labels))
+    ended = [token < eos_below for token in rollout.token_ids]
+    assert not any(ended[:-1]), "went on after its end"
+    assert rollout.finish_reason == ("stop" if ended[-1] else "length")
+    assert len(rollout.token_ids) == budget or ended[-1]
 
 
 def end(body: Json, count: int, finish: str | None, reason: str, replica: FakeReplica) -> Json:

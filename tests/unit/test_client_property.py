@@ -1,7 +1,6 @@
 """Thousands of bad days: the rollout is that of an uninterrupted greedy run, token for token."""
 
 import asyncio
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -9,8 +8,7 @@ from hypothesis import strategies as st
 from tenacity import wait_none
 
 from rollout_client import Policy, Rollout, RolloutClient, client, fleet, planning
-from tests.support.fake_fleet import Act, FakeFleet, FakeReplica
-from tests.support.fakes import fake_token
+from tests.support.fake_fleet import Act, FakeFleet, FakeReplica, check_rollout
 
 PROMPT = [5, 6, 7]
 EOS = 3_000  # of 50,000: a rollout of forty tokens often ends by itself
@@ -57,22 +55,8 @@ def _no_waiting():
 
 
 def check(rollout: Rollout, budget: int) -> None:
-    """Nothing is lost or doubled, the budget is exact, and the spans cover and are true."""
-    history, covered = list(PROMPT), 0
-    for span in rollout.weight_versions:
-        assert span.start == covered < span.end
-        for token in rollout.token_ids[span.start : span.end]:
-            assert token == fake_token(span.version, history)
-            history.append(token)
-        covered = span.end
-    assert covered == len(rollout.token_ids) == len(rollout.log_probs)
+    check_rollout(PROMPT, rollout, budget, eos_below=EOS)
     assert list(rollout.log_probs) == [-t / 100 for t in rollout.token_ids]
-    versions = [span.version for span in rollout.weight_versions]
-    assert all(a != b for a, b in pairwise(versions))
-    ended = [t < EOS for t in rollout.token_ids]
-    assert not any(ended[:-1]), "went on after its end"
-    assert rollout.finish_reason == ("stop" if ended[-1] else "length")
-    assert len(rollout.token_ids) == budget or ended[-1]
 
 
 @settings(max_examples=1500, deadline=None)
