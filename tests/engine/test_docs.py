@@ -1,5 +1,6 @@
-"""The examples of docs/generate.md do what the page says."""
+"""The examples of docs/generate.md and docs/clients.md do what the pages say."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from rollout_pod.engine import params
+from tests.support import docs
 from tests.support.engine_kit import BASE_ARGS, adapter, checkpoint
 from tests.support.process import GREEDY, serve_process
 
@@ -34,6 +36,8 @@ def test_examples() -> None:
         )  # fmt: skip
         answer = json.loads(done.stdout)
         assert len(answer["token_ids"]) == len(answer["log_probs"]) <= 16
+        for code in docs.blocks("clients.md", "python"):
+            asyncio.run(docs.run_block(code.replace("127.0.0.1:8000", pod.data)))
         scope: dict[str, object] = {}
         for code in blocks("python"):
             exec(code.replace("127.0.0.1:8000", pod.data), scope)

@@ -59,7 +59,7 @@ def check(rollout: Rollout, budget: int) -> None:
     assert list(rollout.log_probs) == [-t / 100 for t in rollout.token_ids]
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1200, deadline=None)
 @given(scripts=st.lists(SCRIPTS, min_size=1, max_size=3), budget=st.integers(1, 40))
 def test_whatever_happens_in_between_the_rollout_is_whole(scripts: list[list[Act]], budget: int):
     pods = FakeFleet(*(FakeReplica(script=list(s)) for s in scripts), eos_below=EOS)

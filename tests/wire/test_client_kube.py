@@ -1,6 +1,8 @@
 """``rollout_client.kube`` against the operator, between its fakes."""
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +16,9 @@ from rollout_client.kube import (
     SyncKube,
     WaitTimeout,
     WeightsUnavailable,
+    sync,
 )
+from tests.support import docs
 from tests.support.fake_apiserver import Fault
 from tests.support.fake_fleet import FakeFleet, FakeReplica
 from tests.support.operator_kit import Bench, bench
@@ -179,3 +183,35 @@ async def test_a_selector_follows_replicas_as_they_come_go_and_move_on():
             for n in range(12):
                 await api.generate([1], {"max_tokens": 1}, session_id=str(n))
             assert set(fleet.hosts[before:]) == {0}
+
+
+async def test_the_page_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """docs/clients.md, with the kubeconfig that it speaks of."""
+    async with bench() as b:
+        await b.serving(weights=SOURCE)
+        kubeconfig = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "c",
+            "clusters": [{"name": "c", "cluster": {"server": b.server.url}}],
+            "users": [{"name": "u", "user": {}}],
+            "contexts": [
+                {"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "ns"}}
+            ],
+        }
+        (tmp_path / "kubeconfig").write_text(json.dumps(kubeconfig))
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        (code,) = docs.blocks("clients.md", "python kube")
+        code = code.replace(', "rollout")', ")")
+
+        def run() -> None:
+            try:
+                exec(code, {})
+            finally:
+                shared, sync._shared = sync._shared, None
+                if shared is not None:
+                    shared.close()
+
+        await asyncio.to_thread(run)
+        assert b.status()["weightVersion"] == "step-7"
+        assert b.status()["history"][0]["by"] == "rollout-client"

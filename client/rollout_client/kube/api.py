@@ -64,8 +64,12 @@ class ReplicaApi:
                 config.load_incluster_config(client_configuration=settings)
                 own = _ACCOUNT.read_text().strip() if _ACCOUNT.exists() else own
             else:
-                await config.load_kube_config(client_configuration=settings, context=context)
-                contexts, active = config.list_kube_config_contexts()
+                # read now: the library's own default is that of its import
+                file = os.environ.get("KUBECONFIG") or None
+                await config.load_kube_config(
+                    config_file=file, client_configuration=settings, context=context
+                )
+                contexts, active = config.list_kube_config_contexts(config_file=file)
                 named = [c for c in contexts if c["name"] == context] or [active]
                 own = named[0]["context"].get("namespace") or own
         except (config.ConfigException, OSError) as error:
