@@ -22,6 +22,7 @@ from rollout_client.run import OnPartial, Run, error_of
 from rollout_pod.protocol import FinishReason
 
 _BACKOFF: Final = wait_random_exponential(multiplier=0.1, max=5)
+_PARK_AMONG_S: Final = 5.0
 _NO_REPLICA_S: Final = 1.0
 """The longest wait before it is asked again whether there is a replica."""
 
@@ -34,8 +35,8 @@ class RolloutClient:
             them.
         max_concurrency: Requests on the wire at once; others wait for their turn.
         connect_timeout_s: For one connection.
-        park_s: How long a replica may hold a request that finds the gate closed, before another
-            one is asked.
+        park_s: How long a replica may hold a request that finds the gate closed. Where there are
+            others, 5 seconds at most: then one of them is asked.
         policy: When a rollout is given up before its deadline.
         transport: Takes the place of the network in tests.
     """
@@ -230,10 +231,9 @@ class RolloutClient:
                 raise _Retry(picked)
             held = len(run.draft.token_ids)
             run.draft.attempts += 1
+            park_s = self._park_s if self._fleet.size < 2 else min(self._park_s, _PARK_AMONG_S)
             with self._fleet.in_flight(picked):
-                outcome = await pods.attempt(
-                    self._http, picked, run.request(self._park_s), run.draft
-                )
+                outcome = await pods.attempt(self._http, picked, run.request(park_s), run.draft)
         self._follow(run, picked, outcome, gained=len(run.draft.token_ids) - held)
 
     def _follow(self, run: Run, url: str, outcome: Outcome, *, gained: int) -> None:

@@ -41,6 +41,8 @@ class Fleet:
         self._known: dict[str, _Known] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._probing = asyncio.Lock()
+        self.size = 0
+        """Replicas that were known when the last one was picked."""
 
     async def aclose(self) -> None:
         """End what finds the endpoints."""
@@ -54,6 +56,7 @@ class Fleet:
             endpoints = await self._endpoints.list()
         except EndpointsUnavailable as error:
             return NoReplica(why=f"no replica is known: {error}")
+        self.size = len(endpoints)
         if min_step is not None:
             await self._ask_steps([e.url for e in endpoints if not e.is_told])
         picked = choose(

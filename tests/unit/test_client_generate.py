@@ -103,6 +103,7 @@ async def test_another_replica_is_asked_at_once_where_one_says_later():
             )
             assert list(rollout.token_ids) == WHOLE
     assert pods.hosts.count(0) <= 1
+    assert {a["timeout_s"] for a in pods.asked} == {5.0}, "not held long where there are others"
 
 
 async def test_a_duplicate_is_waited_out_only_after_a_lost_connection():

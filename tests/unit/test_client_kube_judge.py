@@ -1,5 +1,6 @@
 """Whether a replica has become what was asked: tables over its newest object."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,6 +99,21 @@ def test_verdict(wanted, seen, then):
         assert "qwen" in found.message or "another writer" in found.message
     else:
         assert isinstance(found, then)
+
+
+def test_a_version_that_was_reached_and_replaced_unseen_was_reached():
+    old = {"version": "s7", "phase": "Committed", "startedAt": "1"}
+    new = {"version": "s7", "phase": "Committed", "startedAt": "2"}
+    seen = body(HELD, held="s8", weightVersion="s8", generation=G + 1)
+    for history, then in (
+        ([old], Failed),
+        ([new, old], Reached),
+        ([{**new, "phase": "Rejected"}, old], Failed),
+        ([{**new, "version": "s6"}, old], Failed),
+    ):
+        seen["status"]["history"] = history
+        wanted = replace(TO_S7, history=(old,))
+        assert isinstance(judge(wanted, seen), then), history
 
 
 def test_a_failure_says_what_to_do():

@@ -53,6 +53,16 @@ def test_a_whole_output():
     assert transcript.output() == EngineOutput((0, 1), (-0.5, -0.0), "length", None, 3)
 
 
+@pytest.mark.parametrize("reason", ["stop", "length", "repetition", "abort", "error"])
+def test_the_last_delta_says_how_it_ended_by_itself(reason):
+    transcript = Transcript(top=0)
+    assert transcript.add(output([-0.5], finished=False)).finish_reason is None
+    ended = transcript.add(output([-0.5], first=1, reason=reason)).finish_reason
+    assert ended == (None if reason in ("abort", "error") else reason)
+    transcript = Transcript(top=0)
+    assert transcript.add(output([-0.5, NAN], reason=reason)).finish_reason is None
+
+
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_an_output_ends_before_a_log_prob_that_is_no_number(value, at):

@@ -63,6 +63,9 @@ async def test_a_stream_is_the_answer_in_pieces(data: httpx.AsyncClient) -> None
     assert {name for name, _ in found[:-1]} == {"delta"}
     assert tokens_of(found) == whole["token_ids"] == fake_tokens("step-1", [1, 2], 40)
     assert all((d["version"], d["step"]) == ("step-1", 1) for name, d in found if name == "delta")
+    # whoever loses the pod before the event "end" must not ask for more
+    told = [data.get("finish_reason") for name, data in found if name == "delta"]
+    assert told == [None] * (len(told) - 1) + ["length"]
     end = found[-1][1]
     assert end.pop("num_tokens") == 40
     assert end == {k: v for k, v in whole.items() if k in end}

@@ -48,6 +48,8 @@ class Ask:
     goal: Goal
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of ``spec`` that we wrote; None for one that we removed."""
+    history: tuple[Object, ...] = ()
+    """The updates that were over when we wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +82,11 @@ def judge(ask: Ask, body: Object | None) -> Verdict:
         return Reached() if gone else Waiting(progress="is being deleted")
     if body is None or gone:
         return Failed(kind=Failure.GONE, message=f"{ask.name} was deleted meanwhile")
-    if (change := _overruled(ask, body)) is not None:
-        return Failed(kind=Failure.SUPERSEDED, message=change)
     status: Object = body.get("status") or {}
+    if (change := _overruled(ask, body)) is not None:
+        if ask.goal is Goal.WEIGHTS and _was_committed(ask, status):
+            return Reached()
+        return Failed(kind=Failure.SUPERSEDED, message=change)
     if status.get("observedGeneration", 0) < ask.generation:
         return Waiting(progress="the operator has yet to see the change")
     conditions = {
@@ -124,6 +128,15 @@ def _overruled(ask: Ask, body: Object) -> str | None:
                 "the last writer wins"
             )
     return None
+
+
+def _was_committed(ask: Ask, status: Object) -> bool:
+    """It was reached, and was changed again before we saw it."""
+    wanted = ask.fields.get("weightVersion") or BASE
+    return any(
+        entry["version"] == wanted and entry["phase"] == "Committed" and entry not in ask.history
+        for entry in status.get("history") or ()
+    )
 
 
 def _is_reached(ask: Ask, status: Object, conditions: Mapping[str, Object]) -> bool:

@@ -158,6 +158,7 @@ class Replica:
             generation=meta.get("generation", 0),
             goal=goal,
             fields=fields,
+            history=tuple((body.get("status") or {}).get("history") or ()),
         )
         return Change(self._api, self.namespace, ask)
 

@@ -89,8 +89,7 @@ class ReplicaSelector:
 def endpoint_of(body: Object) -> Endpoint | None:
     """What a replica's status says of where it is and what it holds; None while it has no address.
 
-    One that is being deleted, or paused on purpose for good, still answers: with a partial, or
-    later.
+    One that is paused or being deleted is not ready: rollouts in flight wait for it or move on.
     """
     status: dict[str, Any] = body.get("status") or {}
     if not status.get("endpoint"):
@@ -102,6 +101,7 @@ def endpoint_of(body: Object) -> Endpoint | None:
         url=status["endpoint"],
         is_told=True,
         is_ready=conditions.get("Available") == "True"
+        and conditions.get("Paused") != "True"
         and not body["metadata"].get("deletionTimestamp"),
         step=committed.get("step") if is_held else None,
     )
