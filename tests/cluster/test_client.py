@@ -1,0 +1,79 @@
+"""``rollout_client.kube`` and ``kubectl rr`` on the real cluster: what only it can tell is who asked."""
+
+import asyncio
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from devcluster.client import Cluster
+from examples.tiny_models import make
+from rollout_client.kube import Kube, ReplicaSelector, Superseded
+from tests.support.replica import Replica, install_operator
+
+
+@pytest.fixture
+def replica(cluster: Cluster, namespace: str) -> Iterator[Replica]:
+    assert cluster.data, "name a folder that the nodes share in DEVCLUSTER_DATA"
+    folder = cluster.data / f"client-{uuid.uuid4().hex[:6]}"
+    for seed, version in enumerate(("base", "step-1", "step-2")):
+        make(folder / version, seed=seed)
+    install_operator(cluster, namespace)
+    yield Replica(cluster, namespace, folder)
+    shutil.rmtree(folder)
+
+
+async def test_who_asked_is_told_and_the_last_writer_wins(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", replica.cluster.kubeconfig)
+    # kubectl finds its plugins on PATH
+    bins = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", f"{bins}{os.pathsep}{os.environ['PATH']}")
+
+    async def rr(*args: str) -> str:
+        return await asyncio.to_thread(
+            replica.cluster.kubectl, "rr", *args, "-n", replica.namespace, timeout=150
+        )
+
+    async with await Kube.connect(namespace=replica.namespace, manager="trainer") as kube:
+        status = await (await kube.apply(replica.manifest())).wait(180)
+        assert status["phase"] == "Serving"
+        tiny = kube.replica("tiny")
+        await (await tiny.pause()).wait(60)
+        await (await tiny.resume()).wait(60)
+        await (await tiny.set_weight_version("step-1", step=1)).wait(120)
+        assert "every rank of tiny holds step-2" in await rr(
+            "update", "tiny", "step-2", "--step=2", "--wait"
+        )
+        selector = ReplicaSelector(namespace=replica.namespace)
+        (endpoint,) = await selector.list()
+        await selector.aclose()
+        assert (endpoint.is_ready, endpoint.step) == (True, 2)
+        assert endpoint.url == f"http://tiny.{replica.namespace}.svc:8000"
+        assert "tiny goes back to step-1" in await rr("undo", "tiny", "--wait")
+        await asyncio.to_thread(replica.patch, weightVersion="step-2")
+        await asyncio.to_thread(replica.serving, "step-2")
+        first = await tiny.set_weight_version("step-1")
+        second = await tiny.set_weight_version("base")
+        with pytest.raises(Superseded):
+            await first.wait(60)
+        await second.wait(120)
+        history = (await tiny.get())["status"]["history"]
+        told = [(u["version"], u.get("step"), u["phase"], u.get("by")) for u in history]
+        # the one that was superseded may have been begun before it was
+        assert [t for t in told[:-4] if t[0] == "base"] == [("base", None, "Committed", None)]
+        assert told[-4:] == [
+            ("step-2", 1, "Committed", "kubectl-patch"),
+            ("step-1", 1, "Committed", "kubectl-rr"),
+            ("step-2", 2, "Committed", "kubectl-rr"),
+            ("step-1", 1, "Committed", "trainer"),
+        ]
+        assert all(u["startedAt"] <= u["finishedAt"] for u in history)
+        lines = (await rr("history", "tiny")).splitlines()
+        assert len(lines) == len(history) + 1
+        await (await tiny.delete()).wait(60)
