@@ -137,7 +137,9 @@ class FakeFleet(httpx.AsyncBaseTransport):
             }  # fmt: skip
             if last and finish and act.tells:
                 delta["finish_reason"] = finish
-            chunks.append(_event("delta", delta))
+            # as pods do: what is null is left out
+            given = {name: value for name, value in delta.items() if value is not None}
+            chunks.append(_event("delta", given))
         return httpx.Response(
             200,
             headers={"content-type": "text/event-stream; charset=utf-8"},

@@ -173,6 +173,7 @@ class GenerateDelta(BaseModel):
     version: str
     """The weight version that sampled them."""
     step: int | None = None
+    """Absent where the version has none."""
     top_log_probs: list[list[TokenLogProb]] | None = None
     finish_reason: FinishReason | None = None
     """With the last tokens of a rollout that ended by itself, so that a reader who loses the pod
