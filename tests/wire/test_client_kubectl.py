@@ -1,6 +1,8 @@
 """``kubectl rr`` against the operator, between its fakes: what is shown, and the exit codes."""
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 from click.testing import Result
@@ -102,3 +104,17 @@ async def test_undo_without_a_history_says_what_to_do():
 )
 def test_a_wrong_command_line_is_two(args: list[str]):
     assert CliRunner().invoke(app, args).exit_code == 2
+
+
+@pytest.mark.parametrize("missing", ["typer", "kubernetes"])
+def test_without_its_extra_it_says_what_to_install(missing: str):
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; "
+        "from rollout_client.kubectl.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "pip install 'rollout-replica[kubectl]'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -38,6 +38,8 @@ class ReplicaSelector:
         """See ``Endpoints``. The first call begins the watch."""
         if self._task is None:
             self._task = asyncio.create_task(self._follow(), name="replica-selector")
+        if self._task.done():
+            self._task.result()  # a fault of ours ends every rollout, not this one silently
         if self._objects is None:
             try:
                 async with asyncio.timeout(_FIRST_S):

@@ -233,8 +233,3 @@ def _console(*, stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width = 400  # for programs: a row is a line
     return console
-
-
-def main() -> None:
-    """The console script."""
-    app()
