@@ -98,6 +98,7 @@ class RolloutClient:
     ) -> Rollout:
         """Generate one rollout to its end, however often it is cut on the way.
 
+        One with ``structured_outputs`` begins anew when it is cut: its grammar cannot go on.
         Cancelling this coroutine ends the request in the pod; its partial is lost.
 
         Args:
@@ -110,7 +111,8 @@ class RolloutClient:
                 spans of the rollout say what really sampled it.
             deadline_s: For all attempts together.
             on_partial: Called with what the caller holds whenever the rollout was cut.
-            fields: Further fields of the pod's request, such as ``priority`` or ``cache_salt``.
+            fields: Further fields of the pod's request, such as ``lora``, ``multi_modal_data``
+                (the prompt holds a placeholder for each item), ``priority`` or ``cache_salt``.
 
         Raises:
             RolloutError: one of its subclasses; each carries the partial.
@@ -251,6 +253,8 @@ class RolloutClient:
             run.avoid.add(url)
         if run.on_partial is not None and (gained or isinstance(outcome, Cut)):
             run.on_partial(run.draft.rollout())
+        if run.params.get("structured_outputs") is not None:
+            run.draft.begin_anew()
         if verdict.backoff and not run.draft.is_full:
             raise _Retry(None)
 

@@ -90,6 +90,10 @@ class Draft:
         if not end.is_cancel and end.finish_reason is not FinishReason.ERROR:
             self.finish(end.finish_reason, end.stop_reason)
 
+    def begin_anew(self) -> None:
+        """Forget all tokens: what cannot go on from a partial is asked for as a whole again."""
+        self.token_ids, self._log_probs, self._spans, self._tops = [], [], [], []
+
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Nothing is left to ask for."""
         self.finish_reason, self._stop_reason = reason, stop_reason

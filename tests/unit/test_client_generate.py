@@ -305,6 +305,30 @@ async def test_the_callers_params_are_not_changed():
     assert params == {"max_tokens": 20, "stop_token_ids": [1]}
 
 
+async def test_a_grammar_begins_anew():
+    pods = one(Act(tokens=4, reason="paused"))
+    partials = []
+    async with RolloutClient(pods.urls, transport=pods) as api:
+        params = {"max_tokens": 20, "structured_outputs": {"regex": "a*"}}
+        rollout = await api.generate(PROMPT, params, on_partial=partials.append)
+    assert [asked["generated_token_ids"] for asked in pods.asked] == [[], []]
+    assert [list(partial.token_ids) for partial in partials] == [WHOLE[:4]]
+    assert list(rollout.token_ids) == WHOLE
+    assert len(rollout.log_probs) == rollout.weight_versions[-1].end == 20
+    assert rollout.attempts == 2
+
+
+async def test_every_attempt_asks_for_the_same():
+    pods = one(Act(tokens=4, reason="paused"))
+    data = {"image": ["https://host/image.png"]}
+    async with RolloutClient(pods.urls, transport=pods) as api:
+        fields = {"lora": "one", "multi_modal_data": data}
+        await api.generate(PROMPT, {"max_tokens": 20}, fields=fields)
+    assert [asked["lora"] for asked in pods.asked] == ["one", "one"]
+    assert [asked["multi_modal_data"]["image"] for asked in pods.asked] == [data["image"]] * 2
+    assert [asked["prompt_token_ids"] for asked in pods.asked] == [PROMPT] * 2
+
+
 async def test_a_group_is_one_prompt_on_one_replica():
     pods = FakeFleet(*(FakeReplica() for _ in range(3)))
     async with RolloutClient(pods.urls, transport=pods) as api:
