@@ -41,6 +41,13 @@ class PodMetrics:
             "rollout_weight_update_seconds", "By step", ["step"], registry=r, buckets=_SECONDS
         )
 
+        self._fetched = Gauge(
+            "rollout_weight_fetch_bytes", "Of the version that is being fetched", registry=r
+        )
+        self._fetch_total = Gauge(
+            "rollout_weight_fetch_total_bytes", "Its size; 0 while none is fetched", registry=r
+        )
+
     def watch(
         self,
         *,
@@ -48,12 +55,15 @@ class PodMetrics:
         gate_changed: Callable[[], float],
         unfinished: Callable[[], int],
         parked: Callable[[], int],
+        fetched: Callable[[], tuple[int, int]],
     ) -> None:
         """Read these when they are scraped."""
         self._gate.set_function(lambda: float(gate_open()))
         self._gate_changed.set_function(gate_changed)
         self._unfinished.set_function(unfinished)
         self._parked.set_function(parked)
+        self._fetched.set_function(lambda: fetched()[0])
+        self._fetch_total.set_function(lambda: fetched()[1])
 
     def answered(self, result: str, *, tokens: int = 0, cut: bool = False) -> None:
         """One generate request was answered: a finish reason, ``refused`` or a problem code."""

@@ -214,7 +214,7 @@ def _last_committed(state: StateDocument | None) -> LastCommitted | None:
     if state is None or state.committed is None:
         return None
     ref = state.committed
-    source = CommittedSource(path=ref.source.path) if ref.source else None
+    source = CommittedSource(path=ref.source.path, url=ref.source.url) if ref.source else None
     return LastCommitted(version=ref.version, step=ref.step, source=source)
 
 

@@ -6,6 +6,7 @@ Imported by all three; imports nothing but pydantic.
 from rollout_pod.protocol.desired import (
     BASE_VERSION,
     LOCAL_OWNER,
+    URL_PATTERN,
     DesiredDocument,
     Interruption,
     InterruptionMode,
@@ -27,6 +28,7 @@ from rollout_pod.protocol.generate import (
 from rollout_pod.protocol.problem import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.state import (
     EngineInfo,
+    FetchProgress,
     GateState,
     PodPhase,
     RankState,
@@ -52,10 +54,12 @@ __all__ = [
     "PROBLEM_MEDIA_TYPE",
     "STATE_POLL_MAX_S",
     "TOKEN_HEADER",
+    "URL_PATTERN",
     "CancelReason",
     "ChoiceWeightVersionSpan",
     "DesiredDocument",
     "EngineInfo",
+    "FetchProgress",
     "FinishReason",
     "GateState",
     "GenerateDelta",

@@ -1,12 +1,22 @@
 """The desired document: all that is asked of a pod, in one JSON object."""
 
 from enum import StrEnum
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 BASE_VERSION: Final = "base"
 """The name of the model's own checkpoint."""
+
+URL_PATTERN: Final = r"^(https?|s3|gs|hf)://[^@/?#\s]+(/[^?#\s]*)?$"
+"""A folder's URL: no user, query or fragment, which could be secrets."""
 
 LOCAL_OWNER: Final = "local"
 """The owner of a pod that no operator steers."""
@@ -18,9 +28,29 @@ class _Document(BaseModel):
 
 
 class WeightsSource(_Document):
-    """Where the weights of a version lie: for now a folder of safetensors files."""
+    """Where the weights of a version lie: a folder of safetensors files. Exactly one field is set;
+    those that are not are left out of the JSON.
+    """
 
-    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    path: Annotated[str | None, Field(min_length=1, max_length=4096)] = None
+    """As the weights agent sees it."""
+    url: Annotated[str | None, Field(min_length=1, max_length=4096, pattern=URL_PATTERN)] = None
+    """Credentials are the agent's, and never part of it."""
+
+    @property
+    def location(self) -> str:
+        """Path or URL."""
+        return self.path or self.url or ""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.path is None) == (self.url is None):
+            raise ValueError("source: set exactly one of path and url")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _only_what_is_set(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in write(self).items() if value is not None}
 
 
 class WeightsRef(_Document):
