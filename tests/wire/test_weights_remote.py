@@ -404,7 +404,7 @@ def upload(s3: Any, folder: Path, prefix: str) -> None:
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_s3(s3: Any, tmp_path: Path, shards: int, monkeypatch) -> None:
-    monkeypatch.setattr(remote, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(remote, "PIECE_BYTES", 50_000)
     tensors = mixed_tensors(1)
     upload(s3, write_checkpoint(tmp_path / "step-1", tensors, shards), "run/step-1")
     source = RemoteSource("s3://ckpt/run/step-1", QUICK)

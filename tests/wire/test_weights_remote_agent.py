@@ -1,9 +1,11 @@
 """The real agent with sources behind URLs: what it fetches, keeps, sends again and says."""
 
 import asyncio
+import itertools
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from tests.support.weights import (
     make_place,
     mixed_tensors,
     same,
+    until,
     write_checkpoint,
 )
 
@@ -61,6 +64,7 @@ class Pod:
         self.client, self.place = client, place
         self.loader = ModelLoader()
         self.progress: list[tuple[int, int]] = []
+        self.bucket_bytes = 4096
         self._sessions = 0
 
     async def stage(self, version: str, path: str | Path, timeout_s: float = 30) -> str:
@@ -68,7 +72,7 @@ class Pod:
         session = f"s{self._sessions}"
         await self.client.stage(
             session=session, version=version, path=path, rank_sockets=self.place.rank_sockets,
-            bucket_bytes=4096, timeout_s=timeout_s,
+            bucket_bytes=self.bucket_bytes, timeout_s=timeout_s,
             on_progress=lambda *news: self.progress.append(news),
         )  # fmt: skip
         return session
@@ -163,56 +167,80 @@ async def test_the_committed_version_is_sent_again_without_its_source(
 
     # nothing but the committed version: what lies elsewhere, or is called otherwise, is another
     with pytest.raises(StageError) as caught:
-        await pod.stage("step-3", sources[0], timeout_s=5)
+        await pod.stage("step-3", sources[0], timeout_s=2)
     assert caught.value.kind in ("source", "timeout")
+
+
+class HalfThere:
+    """Of a file in four pieces two arrive; the server forbids the rest when it is told to."""
+
+    def __init__(self, server: FileServer, place: Place) -> None:
+        self.tensors = {"a": torch.arange(16 * MIB, dtype=torch.int32)}
+        self.url = server.publish("v", write_checkpoint(place.root / "v", self.tensors))
+        self.forbid = threading.Event()
+        self._server = server
+        self._pieces = itertools.count(1)
+        server.always[f"/v/{SHARD}"] = self._answer
+
+    def _answer(self, handler: Handler, content: bytes) -> bool:
+        if handler.asked(content)[0] < MIB and handler.asked(content)[1] < MIB:
+            return False  # the header
+        if next(self._pieces) <= 2:
+            return False
+        assert self.forbid.wait(60)
+        return status(403)(handler, content)
+
+    async def fetch(self, pod: Pod) -> None:
+        pod.bucket_bytes = MIB
+        staging = asyncio.create_task(pod.stage("v", self.url))
+        await asyncio.to_thread(until, lambda: (32 * MIB, 64 * MIB) in pod.progress, 30)
+        self.forbid.set()
+        with pytest.raises(StageError, match="HTTP 403, not allowed"):
+            await staging
+        (slot,) = (await pod.client.status()).slots
+        assert (slot.version, slot.ready) == ("v", False)
+        del self._server.always[f"/v/{SHARD}"]
 
 
 async def test_a_fetch_that_was_cut_off_goes_on_with_the_next_attempt(
     place: Place, client: AgentClient, server: FileServer
 ) -> None:
-    tensors = {"a": torch.arange(16 * MIB, dtype=torch.int32)}  # 64 MiB: pieces of 16
-    url = server.publish("v", write_checkpoint(place.root / "v", tensors))
-    place.start_receivers(expected_of(tensors))
+    half = HalfThere(server, place)
+    place.start_receivers(expected_of(half.tensors))
     place.start_agent(host_memory=80 * MIB)
     pod = Pod(client, place)
-    reads = 0
-
-    def two_pieces(handler: Handler, content: bytes) -> bool:
-        nonlocal reads
-        reads += handler.asked(content)[1] > MIB
-        if reads <= 2:
-            return False
-        return stall_after(0)(handler, content)
-
-    server.always[f"/v/{SHARD}"] = two_pieces
-    with pytest.raises(StageError, match="not done within 4"):
-        await pod.stage("v", url, timeout_s=4)
-    assert pod.progress[-1] == (32 * MIB, 64 * MIB)
-    (slot,) = (await client.status()).slots
-    assert not slot.ready
-    del server.always[f"/v/{SHARD}"]
-    server.release.set()
+    await half.fetch(pod)
     before = server.sent
-    await pod.update("v", url)
+    await pod.update("v", half.url)
     assert server.sent - before < 33 * MIB
-    assert same(pod.loader.model, tensors)
+    assert torch.equal(pod.loader.model["a"], half.tensors["a"])
+
+
+async def test_a_part_of_other_bytes_is_not_gone_on_with(
+    place: Place, client: AgentClient, server: FileServer
+) -> None:
+    half = HalfThere(server, place)
+    place.start_receivers(expected_of(half.tensors))
+    place.start_agent(host_memory=80 * MIB)
+    pod = Pod(client, place)
+    await half.fetch(pod)
+    other = {"a": half.tensors["a"] + 1}
+    server.publish("v", write_checkpoint(place.root / "v", other))
+    await pod.update("v", half.url)
+    assert torch.equal(pod.loader.model["a"], other["a"])
 
 
 async def test_the_part_of_a_version_that_nobody_wants_any_more_makes_way(
     place: Place, client: AgentClient, server: FileServer
 ) -> None:
-    tensors = {"a": torch.zeros(32 * MIB, dtype=torch.uint8)}
-    url = server.publish("v", write_checkpoint(place.root / "v", tensors))
-    server.faults[f"/v/{SHARD}"] = [lambda *_: False, lambda *_: False]
-    server.always[f"/v/{SHARD}"] = stall_after(0)
-    place.start_receivers(expected_of(tensors))
-    place.start_agent(host_memory=40 * MIB)
+    half = HalfThere(server, place)
+    place.start_receivers(expected_of(half.tensors))
+    place.start_agent(host_memory=80 * MIB)
     pod = Pod(client, place)
-    with pytest.raises(StageError, match="not done within"):
-        await pod.stage("v", url, timeout_s=4)
-    assert len(place.segments()) == 1
-    await pod.update("w", write_checkpoint(place.root / "w", tensors))
+    await half.fetch(pod)
+    await pod.update("w", write_checkpoint(place.root / "w", half.tensors))
     assert [slot.version for slot in (await client.status()).slots] == ["w"]
+    assert len(place.segments()) == 1
 
 
 async def test_wrong_bytes_reach_no_engine_and_are_read_again(

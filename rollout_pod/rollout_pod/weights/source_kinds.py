@@ -91,7 +91,7 @@ def source_of(where: str) -> Source:
         return FolderSource(Path(where))
     from rollout_pod.weights.remote import RemoteSource  # with libraries that folders do not need
 
-    return RemoteSource(where)
+    return RemoteSource(where.rstrip("/"))
 
 
 def verify_all(

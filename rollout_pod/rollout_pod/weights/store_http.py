@@ -147,7 +147,7 @@ class HttpStore:
                 auto_decompress=False,
                 trust_env=True,
                 timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=patience.connect_s, sock_read=patience.stall_s
+                    total=None, connect=patience.connect_s, sock_read=patience.stall_s
                 ),
                 # aiohttp's own context is made when it is imported
                 connector=aiohttp.TCPConnector(ssl=ssl.create_default_context(), limit_per_host=16),
