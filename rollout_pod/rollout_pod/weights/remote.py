@@ -7,7 +7,6 @@ cancelled.
 import asyncio
 import io
 import threading
-from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -34,6 +33,7 @@ from rollout_pod.weights.checkpoint import (
 )
 from rollout_pod.weights.headers import HEADER_MAX_BYTES, SourceError, read_header
 from rollout_pod.weights.locations import parse_hub, parse_url
+from rollout_pod.weights.scatter import Piece, pieces_of, places_of
 from rollout_pod.weights.stores import Changed, Patience, RemoteFile, Store, Transient
 
 PIECE_BYTES: Final = 16 << 20
@@ -182,9 +182,9 @@ class RemoteSource:
         files = [
             RemoteFile(str(name), int(size), str(tag)) for name, size, tag in checkpoint.fingerprint
         ]
-        places = _places(checkpoint, offsets)
+        places = places_of(checkpoint, offsets)
 
-        async def fetch(number: int, piece: _Piece) -> None:
+        async def fetch(number: int, piece: Piece) -> None:
             if number in done:
                 progress(piece.stop - piece.start)
                 return
@@ -196,7 +196,8 @@ class RemoteSource:
             await self._fill(store, files[piece.file], piece.start, piece.stop, put)
             done.add(number)
 
-        pieces = enumerate(_pieces(files, places))
+        sizes = [file.size for file in files]
+        pieces = enumerate(pieces_of(sizes, places, PIECE_BYTES))
         try:
             await _in_parallel(fetch(number, piece) for number, piece in pieces)
             await _in_parallel(
@@ -255,52 +256,6 @@ class _Head:
     file: RemoteFile
     tensors: list[Any]
     raw: bytes
-
-
-@dataclass(frozen=True)
-class _Piece:
-    file: int
-    start: int
-    stop: int
-
-
-@dataclass
-class _Places:
-    """Where the bytes of one file go: tensors follow each other in the file, not in the target."""
-
-    begins: list[int]
-    ends: list[int]
-    offsets: list[int]
-
-    def put(self, position: int, chunk: bytes, target: memoryview) -> None:
-        """Scatter bytes that begin at ``position`` of the file."""
-        with memoryview(chunk) as source:
-            at = 0
-            number = bisect_right(self.begins, position) - 1
-            while at < len(source):
-                take = min(len(source) - at, self.ends[number] - position - at)
-                begin = self.offsets[number] + position + at - self.begins[number]
-                target[begin : begin + take] = source[at : at + take]
-                at += take
-                number += 1
-
-
-def _places(checkpoint: Checkpoint, offsets: Sequence[int]) -> list[_Places]:
-    places = [_Places([], [], []) for _ in checkpoint.files]
-    for tensor, offset in zip(checkpoint.tensors, offsets, strict=True):
-        if tensor.spec.nbytes:
-            place = places[tensor.file]
-            place.begins.append(tensor.position)
-            place.ends.append(tensor.position + tensor.spec.nbytes)
-            place.offsets.append(offset)
-    return places
-
-
-def _pieces(files: Sequence[RemoteFile], places: Sequence[_Places]) -> Iterator[_Piece]:
-    for number, (file, place) in enumerate(zip(files, places, strict=True)):
-        if place.begins:
-            for start in range(place.begins[0], file.size, PIECE_BYTES):
-                yield _Piece(number, start, min(start + PIECE_BYTES, file.size))
 
 
 async def _in_parallel(jobs: Iterator[Coroutine[Any, Any, None]]) -> None:
