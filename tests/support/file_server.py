@@ -43,6 +43,7 @@ class FileServer:
     seen: list[Seen] = field(default_factory=list)
     sent: int = 0
     """Bytes of bodies."""
+    tags: bool = True
     wanted_token: str = ""
     """Without this one everything is forbidden."""
     release: threading.Event = field(default_factory=threading.Event)
@@ -214,7 +215,8 @@ class Handler(BaseHTTPRequestHandler):
         return int(found[1]), min(int(found[2]) + 1, len(content))
 
     def range_headers(self, content: bytes, start: int, stop: int) -> dict[str, str]:
-        return {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}", "ETag": etag(content)}
+        tag = {"ETag": etag(content)} if self.served.tags else {}
+        return {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"} | tag
 
     def answer(self, code: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         self.head(code, len(content), headers or {})

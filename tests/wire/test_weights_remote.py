@@ -181,6 +181,18 @@ def test_content_that_changes_between_header_and_bytes(server: FileServer, tmp_p
     assert source.open(cancel).fingerprint != checkpoint.fingerprint
 
 
+def test_content_without_a_name_is_never_taken_for_what_is_there(
+    server: FileServer, tmp_path: Path
+) -> None:
+    tensors = mixed_tensors(1)
+    source = RemoteSource(server.publish("v", write_checkpoint(tmp_path, tensors)), QUICK)
+    cancel = threading.Event()
+    assert source.open(cancel).fingerprint == source.open(cancel).fingerprint
+    server.tags = False
+    assert source.open(cancel).fingerprint != source.open(cancel).fingerprint
+    assert read(source) == raw_of(tensors)
+
+
 def test_a_read_goes_on_from_the_pieces_that_are_there(
     server: FileServer, tmp_path: Path, monkeypatch
 ) -> None:

@@ -6,6 +6,7 @@ cancelled.
 
 import asyncio
 import io
+import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ class RemoteSource:
             self.url,
             tuple(files),
             gather(self.url, files, [head.tensors for head in found], placed),
-            tuple((head.file.name, head.file.size, head.file.tag) for head in found),
+            tuple(_identity(head.file) for head in found),
             tuple(known) if any(known) else (),
         )
 
@@ -180,7 +181,8 @@ class RemoteSource:
         progress: Callable[[int], None],
     ) -> None:
         files = [
-            RemoteFile(str(name), int(size), str(tag)) for name, size, tag in checkpoint.fingerprint
+            RemoteFile(str(name), int(size), str(tag))
+            for name, size, tag, *_ in checkpoint.fingerprint
         ]
         places = places_of(checkpoint, offsets)
 
@@ -249,6 +251,12 @@ class RemoteSource:
             with attempt:
                 return await call()
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _identity(file: RemoteFile) -> tuple[str | int, ...]:
+    """Of a content without a name nobody knows whether it is the one that was there before."""
+    nonce = () if file.tag else (secrets.token_hex(8),)
+    return (file.name, file.size, file.tag, *nonce)
 
 
 @dataclass(frozen=True)
