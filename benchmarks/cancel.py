@@ -8,6 +8,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+import uvloop
+
 from benchmarks.pod import SAMPLING, MeasuredPod, measured_pod, run_load
 from benchmarks.report import Result, percentile
 from rollout_pod.engine.base import EngineRequest
@@ -31,7 +33,7 @@ class Round:
 def run(quick: bool) -> Result:
     """Measure."""
     sizes = (64,) if quick else (64, 256, 1000)
-    return asyncio.run(_measure(rounds=3 if quick else 10, sizes=sizes))
+    return uvloop.run(_measure(rounds=3 if quick else 10, sizes=sizes))
 
 
 async def _measure(*, rounds: int, sizes: tuple[int, ...]) -> Result:
@@ -90,7 +92,7 @@ async def _http(pod: MeasuredPod, size: int) -> Round:
     document = supervisor.board.desired
     assert document
     before = _returned_by_cuts(pod)
-    load = asyncio.create_task(run_load(pod, size, MAX_TOKENS, "cut"))
+    load = asyncio.create_task(run_load(pod.url, size, MAX_TOKENS, "cut"))
     while supervisor.gate.unfinished < size:
         await asyncio.sleep(0.001)
     await asyncio.sleep(RUN_S)

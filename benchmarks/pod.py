@@ -30,7 +30,19 @@ GPU_ARGS = (
     "--max-model-len=2048",
     "--max-num-seqs=1024",
     "--gpu-memory-utilization=0.4",
+    "--load-format=dummy",
+    # no compilation, which takes minutes; decode steps are graphs
+    '--compilation-config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
 )
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
 SAMPLING = {"temperature": 0, "ignore_eos": True}
 
 
@@ -41,26 +53,25 @@ class MeasuredPod:
     engine: VllmEngine
     supervisor: Supervisor
     url: str
+    model: str
+    args: tuple[str, ...]
 
 
 @asynccontextmanager
 async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
-    """A random model: a tiny one on the CPU, one of about 0.1 billion parameters on a GPU."""
+    """A model of random weights: a tiny one on the CPU, one of Qwen3-8B's shape on a GPU."""
     configure_logs(level="WARNING")
     on_gpu = torch.cuda.is_available()
     with TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
+        make(folder / "model", dtype="bfloat16" if on_gpu else "float32")
         if on_gpu:
-            make(folder / "model", hidden=1024, layers=8, vocab=8192, dtype="bfloat16")
-        else:
-            make(folder / "model")
-        engine = VllmEngine(
-            EngineSettings(
-                model=str(folder / "model"),
-                run_dir=folder / "run",
-                args=(*(GPU_ARGS if on_gpu else CPU_ARGS), *args),
-            )
-        )
+            config = folder / "model" / "config.json"
+            document = json.loads(config.read_text()) | QWEN3_8B
+            document.pop("layer_types", None)  # of the tiny model's layers
+            config.write_text(json.dumps(document))
+        model, all_args = str(folder / "model"), (*(GPU_ARGS if on_gpu else CPU_ARGS), *args)
+        engine = VllmEngine(EngineSettings(model=model, run_dir=folder / "run", args=all_args))
         agent = AgentClient(folder / "run" / "agent.sock")
         supervisor = Supervisor(
             engine, agent, Store(folder),
@@ -77,7 +88,7 @@ async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
                 if tasks[0].done():
                     tasks[0].result()
                 await asyncio.sleep(0.1)
-            yield MeasuredPod(engine, supervisor, f"http://127.0.0.1:{port}")
+            yield MeasuredPod(engine, supervisor, f"http://127.0.0.1:{port}", model, all_args)
         finally:
             supervisor.begin_drain()
             server.should_exit = True
@@ -86,10 +97,10 @@ async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
             await engine.shutdown()
 
 
-async def run_load(pod: MeasuredPod, size: int, tokens: int, kind: str) -> dict[str, Any]:
+async def run_load(url: str, size: int, tokens: int, kind: str) -> dict[str, Any]:
     """What ``benchmarks.load`` prints; it runs in a process of its own."""
     load = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.load", pod.url, str(size), str(tokens), kind),
+        *(sys.executable, "-m", "benchmarks.load", url, str(size), str(tokens), kind),
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await load.communicate()

@@ -86,16 +86,22 @@ class RolloutClient:
         *,
         request_id: str | None = None,
         session_id: str | None = None,
+        lora: str | None = None,
+        multi_modal_data: Mapping[str, Sequence[str]] | None = None,
         deadline_s: float = 600.0,
         on_partial: OnPartial | None = None,
     ) -> Rollout:
         """Generate one rollout to its end, however often it is cut on the way.
 
+        One with ``structured_outputs`` begins anew when it is cut: its grammar cannot go on.
+
         Args:
-            prompt_token_ids: The prompt.
+            prompt_token_ids: The prompt, with a placeholder for each of ``multi_modal_data``.
             sampling_params: vLLM's names; ``max_tokens`` is the budget of the whole rollout.
             request_id: Made up where absent; must not be in use at the moment.
             session_id: Rollouts of one session prefer one pod (its prefix cache).
+            lora: The name of one of the engine's adapters.
+            multi_modal_data: URLs by kind, ``image`` and ``video``.
             deadline_s: For all attempts together.
             on_partial: Called with what the caller holds whenever the rollout was cut.
 
@@ -107,6 +113,7 @@ class RolloutClient:
             prompt=list(prompt_token_ids),
             params=dict(sampling_params),
             session_id=session_id,
+            more={"lora": lora, "multi_modal_data": multi_modal_data},
             rollout=Rollout(request_id=request_id or uuid.uuid4().hex),
             deadline=asyncio.get_running_loop().time() + deadline_s,
             on_partial=on_partial,
@@ -176,11 +183,13 @@ class _Run:
         prompt: list[int],
         params: dict[str, Any],
         session_id: str | None,
+        more: Mapping[str, Any],
         rollout: Rollout,
         deadline: float,
         on_partial: OnPartial | None,
     ) -> None:
         self.prompt, self.params, self.session_id = prompt, params, session_id
+        self.more = more
         self.rollout, self.deadline, self.on_partial = rollout, deadline, on_partial
         budget = params.get("max_tokens")
         self.budget = budget if isinstance(budget, int) else None
@@ -201,6 +210,7 @@ class _Run:
             session_id=self.session_id,
             on_pause=OnPause.WAIT,
             timeout_s=max(0.001, min(park_s, left)),
+            **self.more,
         )
 
     def took(self, answer: GenerateResponse) -> None:
@@ -210,6 +220,8 @@ class _Run:
             return
         if self.on_partial is not None:
             self.on_partial(self.rollout)
+        if self.params.get("structured_outputs") is not None:
+            self.rollout = replace(self.rollout, token_ids=(), log_probs=(), weight_versions=())
         if not answer.token_ids:
             # Asked again at growing intervals, so that no pod is asked in a tight loop.
             raise pods.Transient(f"cut before its first token: {answer.cancel_reason}")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from pydantic import BaseModel
 
-from rollout_pod.ctl import Ctl, CtlError, is_paused, is_settled_on
+from rollout_pod.ctl import Ctl, CtlError, is_asleep, is_paused, is_settled_on
 from rollout_pod.engine.orphan import die_with
 from rollout_pod.local import default_run_dir
 from rollout_pod.logs import configure_logs
@@ -16,7 +17,9 @@ from rollout_pod.protocol import (
     ADMIN_PORT,
     BASE_VERSION,
     DATA_PORT,
-    StateDocument,
+    DesiredDocument,
+    SleepSpec,
+    SleepTag,
     WeightsRef,
     WeightsSource,
 )
@@ -173,6 +176,61 @@ def resume(
 
 
 @ctl_app.command()
+def sleep(
+    level: Annotated[
+        int, typer.Option(min=1, max=2, help="1 keeps the weights in host memory, 2 drops them.")
+    ] = 1,
+    tag: Annotated[
+        list[SleepTag] | None, typer.Option(help="What to release; by default everything.")
+    ] = None,
+    run_dir: RunDir = _RUN_DIR,
+    admin: Admin = _ADMIN_URL,
+    timeout: Timeout = 600.0,
+) -> None:
+    """Release the engine's memory. Requests are cut; returns when it sleeps."""
+    spec = SleepSpec.model_validate({"level": level, "tags": sorted(set(tag or SleepTag))})
+    with _pod(run_dir, admin) as pod:
+        pod.change(lambda d: d.model_copy(update={"sleep": spec}))
+        _print(pod.wait(is_asleep(spec.tags, spec.level), timeout_s=timeout))
+
+
+@ctl_app.command()
+def wake(
+    tag: Annotated[
+        list[SleepTag] | None, typer.Option(help="What to take back; by default everything.")
+    ] = None,
+    run_dir: RunDir = _RUN_DIR,
+    admin: Admin = _ADMIN_URL,
+    timeout: Timeout = 600.0,
+) -> None:
+    """Take released memory back; when all is back, generation goes on by itself."""
+    woken = set(tag or SleepTag)
+    asked: list[SleepSpec | None] = []
+
+    def edit(document: DesiredDocument) -> DesiredDocument:
+        spec = document.sleep
+        left = [t for t in spec.tags if t not in woken] if spec else []
+        fresh = SleepSpec(level=spec.level, tags=tuple(left)) if spec and left else None
+        asked.append(fresh)
+        return document.model_copy(update={"sleep": fresh})
+
+    with _pod(run_dir, admin) as pod:
+        pod.change(edit)
+        spec = asked[-1]
+        done = is_asleep(spec.tags, spec.level) if spec else is_asleep((), 1)
+        _print(pod.wait(done, timeout_s=timeout))
+
+
+@ctl_app.command("clear-caches")
+def clear_caches(
+    run_dir: RunDir = _RUN_DIR, admin: Admin = _ADMIN_URL, timeout: Timeout = 30.0
+) -> None:
+    """Forget what prefix, multimodal and encoder caches hold. Serving goes on."""
+    with _pod(run_dir, admin) as pod:
+        _print(pod.clear_caches(timeout_s=timeout))
+
+
+@ctl_app.command()
 def update(
     version: Annotated[str, typer.Argument(help="'base' is the model's own checkpoint.")],
     path: Annotated[
@@ -222,7 +280,7 @@ def _pod(run_dir: Path, admin: str) -> Ctl:
     return Ctl.of_run_dir(run_dir, admin)
 
 
-def _print(document: StateDocument) -> None:
+def _print(document: BaseModel) -> None:
     typer.echo(document.model_dump_json(indent=2))
 
 

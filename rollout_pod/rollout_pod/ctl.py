@@ -1,7 +1,7 @@
 """``rollout-pod ctl``: drives a pod that no operator owns, over its admin port."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,13 +10,17 @@ import httpx
 
 from rollout_pod.protocol import (
     LOCAL_OWNER,
+    CachesCleared,
     DesiredDocument,
     PodPhase,
     Problem,
+    SleepTag,
     StateDocument,
 )
 
 _ATTEMPTS = 10
+_CLEAR_EXTRA_S = 200.0
+"""The engine's own deadlines for the three calls of the last attempt."""
 
 
 class CtlError(Exception):
@@ -94,6 +98,18 @@ class Ctl:
                 return StateDocument.model_validate(self._checked(answer))
         raise CtlError(f"the pod's state changed {_ATTEMPTS} times meanwhile: try again")
 
+    def clear_caches(self, *, timeout_s: float) -> CachesCleared:
+        """Clear every cache of the engine; it is tried again for ``timeout_s``.
+
+        Raises:
+            CtlError: requests held a cache for all that time, or the engine sleeps.
+        """
+        answer = self._send(
+            "POST", "/admin/v1/clear-caches", json={"timeout_s": timeout_s},
+            timeout=timeout_s + _CLEAR_EXTRA_S,
+        )  # fmt: skip
+        return CachesCleared.model_validate(self._checked(answer))
+
     def wait(self, done: Callable[[StateDocument], bool], *, timeout_s: float) -> StateDocument:
         """Follow the state until ``done``.
 
@@ -134,7 +150,22 @@ class Ctl:
 
 def is_paused(state: StateDocument) -> bool:
     """The gate is closed, nothing is left in the engine, and every caller has its partial."""
-    return state.phase is PodPhase.PAUSED
+    return state.phase in (PodPhase.PAUSED, PodPhase.SLEEPING)
+
+
+def is_asleep(tags: Collection[SleepTag], level: int) -> Callable[[StateDocument], bool]:
+    """Whether exactly ``tags`` sleep; raises ``CtlError`` if the engine refuses."""
+
+    def done(state: StateDocument) -> bool:
+        sleep = state.sleep
+        if sleep is None:
+            return not tags
+        if not sleep.tags:
+            raise CtlError(f"the engine does not sleep: {sleep.message}")
+        is_deep = SleepTag.WEIGHTS not in tags or sleep.level >= level
+        return set(sleep.tags) == set(tags) and is_deep
+
+    return done
 
 
 def is_settled_on(version: str) -> Callable[[StateDocument], bool]:
@@ -146,6 +177,7 @@ def is_settled_on(version: str) -> Callable[[StateDocument], bool]:
         return state.weight_version == version and state.phase in (
             PodPhase.SERVING,
             PodPhase.PAUSED,
+            PodPhase.SLEEPING,
         )
 
     return done

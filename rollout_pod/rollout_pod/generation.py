@@ -4,6 +4,8 @@ What verl's ``generate_for_partial`` does, with the budget counted over all atte
 never changed in place, and ``is_cancel`` decided by the engine's finish reason.
 """
 
+import asyncio
+import base64
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,8 +14,12 @@ from rollout_pod.engine.base import (
     Engine,
     EngineOutput,
     EngineRequest,
+    ExpertIds,
+    InvalidField,
     InvalidSamplingParams,
     InvalidTokens,
+    Prepared,
+    PromptLogProbs,
     TopLogProb,
 )
 from rollout_pod.gate import Admission, Finished, Gate, OnTokens, Refused
@@ -22,17 +28,11 @@ from rollout_pod.protocol import (
     FinishReason,
     GenerateRequest,
     GenerateResponse,
+    OnPause,
+    RoutedExperts,
     TokenLogProb,
     WeightVersionSpan,
 )
-
-
-class InvalidField(ValueError):
-    """A field of the request that only the engine can judge."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 class PromptTooLong(Exception):
@@ -48,16 +48,23 @@ class Budget:
     """The caller's parameters without ``max_tokens``, corrected for what was generated before."""
 
 
-def make_budget(request: GenerateRequest, *, max_model_len: int) -> Budget:
+_SEEDS = 1 << 63
+
+
+def make_budget(
+    request: GenerateRequest, *, max_model_len: int, num_prompt_tokens: int | None = None
+) -> Budget:
     """Count the budget: ``max_tokens`` is that of the whole rollout, and the model has room for
-    ``max_model_len`` tokens, prompt included.
+    ``max_model_len`` tokens, prompt included (``num_prompt_tokens`` where that is not its length).
 
     Raises:
         PromptTooLong: the prompt alone fills the model.
-        InvalidSamplingParams: ``max_tokens`` is not a positive integer.
+        InvalidSamplingParams: ``max_tokens`` is not a positive integer, or a parameter that
+            cannot go on from earlier output.
     """
     params = dict(request.sampling_params)
-    prompt, generated = len(request.prompt_token_ids), len(request.generated_token_ids)
+    prompt = len(request.prompt_token_ids) if num_prompt_tokens is None else num_prompt_tokens
+    generated = len(request.generated_token_ids)
     if prompt >= max_model_len:
         raise PromptTooLong(
             f"the prompt has {prompt} tokens; the model has room for {max_model_len}, "
@@ -74,6 +81,16 @@ def make_budget(request: GenerateRequest, *, max_model_len: int) -> Budget:
     if isinstance(min_tokens, int) and generated:
         # the engine takes earlier output for prompt and would count from zero again
         params["min_tokens"] = max(0, min(min_tokens - generated, tokens))
+    seed = params.get("seed")
+    if isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < _SEEDS:
+        # else the same dice are thrown again
+        params["seed"] = (seed + generated) % _SEEDS
+    if generated and params.get("structured_outputs") is not None:
+        raise InvalidSamplingParams(
+            "structured_outputs",
+            "the grammar would start again in the middle; send it without generated_token_ids, "
+            "and begin a rollout that was cut anew",
+        )
     return Budget(max(0, tokens), params)
 
 
@@ -84,6 +101,24 @@ def tops_of(
     if tops is None:
         return None
     return [[TokenLogProb(**asdict(top)) for top in position] for position in tops]
+
+
+def _prompt_log_probs_of(
+    positions: PromptLogProbs | None,
+) -> list[list[TokenLogProb] | None] | None:
+    if positions is None:
+        return None
+    return [
+        None if entries is None else [TokenLogProb(**asdict(entry)) for entry in entries]
+        for entries in positions
+    ]
+
+
+def _experts_of(experts: ExpertIds | None) -> RoutedExperts | None:
+    if experts is None:
+        return None
+    data = base64.b64encode(experts.data).decode()
+    return RoutedExperts(shape=experts.shape, dtype=experts.dtype, data=data)
 
 
 class Generation:
@@ -108,6 +143,7 @@ class Generation:
         engine's errors.
         """
         self._gate.check_ready()
+        self._gate.check_new(request.request_id)
         budget = make_budget(request, max_model_len=self._max_model_len())
         if budget.tokens == 0:
             return self._answer(request, EngineOutput((), (), FinishReason.LENGTH))
@@ -116,7 +152,18 @@ class Generation:
                 self._engine.check_tokens(getattr(request, name))
             except InvalidTokens as error:
                 raise InvalidField(f"{name}.{error.position}", str(error)) from error
-        params = self._engine.sampling_params(budget.params, max_tokens=budget.tokens)
+        if self._is_refused(request):  # without fetching anything for it
+            return self._answer_of(request, Refused(self._gate.generation))
+        prepared = await self._prepare(request)
+        if prepared is not None and prepared.prompt is not None:
+            budget = make_budget(
+                request,
+                max_model_len=self._max_model_len(),
+                num_prompt_tokens=prepared.num_prompt_tokens,
+            )
+            if budget.tokens == 0:
+                return self._answer(request, EngineOutput((), (), FinishReason.LENGTH))
+        params = await self._params(budget)
 
         def make(engine_id: str) -> EngineRequest:
             return EngineRequest(
@@ -127,6 +174,8 @@ class Generation:
                 session_id=request.session_id,
                 priority=request.priority,
                 trace_headers=trace_headers or {},
+                num_generated=len(request.generated_token_ids),
+                prepared=prepared,
             )
 
         self._gate.check_new(request.request_id)
@@ -144,6 +193,30 @@ class Generation:
         finally:
             del self._requests[request.request_id]
         return self._answer_of(request, outcome)
+
+    def _is_refused(self, request: GenerateRequest) -> bool:
+        returns = request.on_pause is OnPause.RETURN
+        return returns and request.multi_modal_data is not None and not self._gate.is_open
+
+    async def _prepare(self, request: GenerateRequest) -> Prepared | None:
+        """All that may take long, before the gate. None where there is nothing to prepare."""
+        media = request.multi_modal_data
+        urls = {name: urls for name, urls in media if urls} if media else {}
+        if not (urls or request.lora or request.return_routed_experts):
+            return None
+        return await self._engine.prepare(
+            request.prompt_token_ids,
+            lora=request.lora,
+            media=urls or None,
+            routed_experts=request.return_routed_experts,
+        )
+
+    async def _params(self, budget: Budget) -> object:
+        if budget.params.get("structured_outputs") is None:
+            return self._engine.sampling_params(budget.params, max_tokens=budget.tokens)
+        return await asyncio.to_thread(
+            self._engine.sampling_params, budget.params, max_tokens=budget.tokens
+        )
 
     async def cancel(self, request_id: str) -> GenerateResponse | None:
         """Cut one request and return its partial, as its own caller gets it; None if it is not
@@ -188,7 +261,7 @@ class Generation:
         generation: int | None = None,
     ) -> GenerateResponse:
         finish_reason = FinishReason(output.finish_reason)
-        return GenerateResponse(
+        return GenerateResponse.model_construct(  # of the pod's own values, not checked again
             request_id=request.request_id,
             token_ids=list(output.token_ids),
             log_probs=list(output.log_probs),
@@ -201,4 +274,6 @@ class Generation:
             generation=self._gate.generation if generation is None else generation,
             num_cached_tokens=output.num_cached_tokens,
             top_log_probs=tops_of(output.top_log_probs),
+            prompt_log_probs=_prompt_log_probs_of(output.prompt_log_probs),
+            routed_experts=_experts_of(output.routed_experts),
         )

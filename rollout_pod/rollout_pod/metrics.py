@@ -1,6 +1,7 @@
 """The pod's own metrics, beside those of the engine."""
 
 from collections.abc import Callable
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -16,30 +17,64 @@ class PodMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
-        self._gate = Gauge("rollout_gate_open", "1 while requests pass", registry=r)
-        self._gate_changed = Gauge(
-            "rollout_gate_changed_timestamp_seconds", "When it last opened or closed", registry=r
+        self._gate = Gauge(
+            "rollout_gate_open", "1 while requests pass the gate, else 0", registry=r
         )
-        self._unfinished = Gauge("rollout_unfinished", "Requests in the engine", registry=r)
+        self._gate_changed = Gauge(
+            "rollout_gate_changed_timestamp_seconds",
+            "Unix time at which the gate last opened or closed", registry=r,
+        )  # fmt: skip
+        self._unfinished = Gauge(
+            "rollout_unfinished", "Requests in the engine whose callers have no answer", registry=r
+        )
         self._parked = Gauge("rollout_parked", "Requests that wait for the gate", registry=r)
         self._requests = Counter(
-            "rollout_requests", "Answered generate requests", ["result"], registry=r
+            "rollout_requests",
+            "Answered requests for generation, by finish reason, cancel reason or problem code",
+            ["result"], registry=r,
+        )  # fmt: skip
+        self._refused = Counter(
+            "rollout_refused_requests",
+            "Requests that were refused, by problem code or by why the gate was closed",
+            ["reason"], registry=r,
+        )  # fmt: skip
+        self._tokens = Counter(
+            "rollout_generated_tokens",
+            "Tokens returned to callers, by whether the answer was cut", ["cut"], registry=r,
+        )  # fmt: skip
+        self._mixed = Counter(
+            "rollout_mixed_version_answers",
+            "Answers whose tokens are of more than one weight version", registry=r,
+        )  # fmt: skip
+        self._cancels = Counter(
+            "rollout_cancels", "Cancels of all requests, for a pause or an update", registry=r
         )
-        self._tokens = Counter("rollout_generated_tokens", "Tokens returned", ["cut"], registry=r)
-        self._cancels = Counter("rollout_cancels", "Cancels of all requests", registry=r)
+        self._cancel_requests = Counter(
+            "rollout_cancel_aborted_requests", "Requests that cancels cut", registry=r
+        )
+        self._requests_of = cache(self._requests.labels)  # a look-up costs more than the count
+        self._tokens_cut, self._tokens_whole = (
+            self._tokens.labels("true"),
+            self._tokens.labels("false"),
+        )
         self._cancel_tokens = Counter(
-            "rollout_cancel_returned_tokens", "Tokens that cancels returned", registry=r
+            "rollout_cancel_returned_tokens", "Tokens of requests that cancels cut", registry=r
         )
         self._cancel_seconds = Histogram(
-            "rollout_cancel_seconds", "Until every caller had its partial", registry=r,
+            "rollout_cancel_seconds",
+            "From the begin of a cancel until every caller had its partial", registry=r,
             buckets=_SECONDS,
         )  # fmt: skip
         self._updates = Counter(
-            "rollout_weight_updates", "Weight updates that ended", ["result"], registry=r
+            "rollout_weight_updates", "Weight updates that ended, by how", ["result"], registry=r
         )
         self._update_seconds = Histogram(
-            "rollout_weight_update_seconds", "By step", ["step"], registry=r, buckets=_SECONDS
-        )
+            "rollout_weight_update_seconds", "Time that a weight update spent in a step", ["step"],
+            registry=r, buckets=_SECONDS,
+        )  # fmt: skip
+
+        for cut in (False, True):  # there from the start, so that they can be compared
+            self._tokens.labels(_word(cut))
 
         self._fetched = Gauge(
             "rollout_weight_fetch_bytes", "Of the version that is being fetched", registry=r
@@ -65,14 +100,25 @@ class PodMetrics:
         self._fetched.set_function(lambda: fetched()[0])
         self._fetch_total.set_function(lambda: fetched()[1])
 
-    def answered(self, result: str, *, tokens: int = 0, cut: bool = False) -> None:
-        """One generate request was answered: a finish reason, ``refused`` or a problem code."""
-        self._requests.labels(result).inc()
-        self._tokens.labels(str(cut).lower()).inc(tokens)
+    def answered(
+        self, result: str, *, tokens: int = 0, cut: bool = False, versions: int = 1
+    ) -> None:
+        """One request for generation was answered: a finish reason, a cancel reason or a problem
+        code, with ``tokens`` that so many weight ``versions`` sampled.
+        """
+        self._requests_of(result).inc()
+        (self._tokens_cut if cut else self._tokens_whole).inc(tokens)
+        if versions > 1:
+            self._mixed.inc()
+
+    def refused(self, reason: str) -> None:
+        """A request was refused: a problem code, or why the gate was closed."""
+        self._refused.labels(reason).inc()
 
     def cancelled(self, counts: CancelCounts) -> None:
         """All requests were cut."""
         self._cancels.inc()
+        self._cancel_requests.inc(counts.aborted)
         self._cancel_tokens.inc(counts.tokens_returned)
         self._cancel_seconds.observe(counts.seconds)
 
@@ -91,3 +137,7 @@ class PodMetrics:
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
+
+
+def _word(value: bool) -> str:
+    return "true" if value else "false"

@@ -18,8 +18,9 @@ from rollout_pod.protocol import (
 
 _serial = itertools.count()
 
-OnAnswered = Callable[[str, int, bool], None]
-"""Told of each sequence: its finish reason, its tokens, and whether it was cut."""
+OnAnswered = Callable[[str, int, bool, int], None]
+"""Told of each sequence: its finish reason, its tokens, whether it was cut, and how many weight
+versions sampled it."""
 
 
 class GatedCall:
@@ -30,17 +31,26 @@ class GatedCall:
         returns_partials: What was cut is answered as it is, with finish reason ``abort``.
         timeout_s: How long it may wait at the gate, all its waits together.
         on_answered: For metrics.
+        on_refused: Likewise: told why the gate was closed to a caller who does not wait.
     """
 
     def __init__(
-        self, gate: Gate, *, returns_partials: bool, timeout_s: float, on_answered: OnAnswered
+        self,
+        gate: Gate,
+        *,
+        returns_partials: bool,
+        timeout_s: float,
+        on_answered: OnAnswered,
+        on_refused: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._gate = gate
         self._returns_partials = returns_partials
         self._patience_s = timeout_s
         self._on_answered = on_answered
+        self._on_refused = on_refused
         self._choices = 0
         self._spans: dict[int, list[ChoiceWeightVersionSpan]] = {}
+        self._gone: list[asyncio.Event] = []
         self.error: BaseException | None = None
         """The first one that a sequence ended by."""
 
@@ -57,6 +67,8 @@ class GatedCall:
             Draining: the pod ends, and whatever it was to go on with.
             GateStayedClosed: the time to wait is over.
         """
+        if gone not in self._gone:
+            self._gone.append(gone)
 
         async def is_gone() -> None:
             await gone.wait()
@@ -79,10 +91,15 @@ class GatedCall:
 
     def _passage(self, outcome: Finished | Refused) -> Passage:
         if isinstance(outcome, Refused):
+            self._on_refused(self._gate.closed_for or CancelReason.PAUSED)
             return Passage(EngineOutput((), (), FinishReason.ABORT), (), goes_on=False)
         if outcome.cancel_reason is CancelReason.DRAINING and not self._returns_partials:
             raise Draining
-        interrupted = outcome.cancel_reason in (CancelReason.PAUSED, CancelReason.UPDATING)
+        interrupted = outcome.cancel_reason in (
+            CancelReason.PAUSED,
+            CancelReason.UPDATING,
+            CancelReason.SLEEPING,
+        )
         spans = tuple(
             WeightVersionSpan(
                 version=span.weights.version, step=span.weights.step, start=span.start, end=span.end
@@ -99,7 +116,13 @@ class GatedCall:
         self._spans[choice] = [
             ChoiceWeightVersionSpan(**span.model_dump(), choice=choice) for span in spans
         ]
-        self._on_answered(reason, tokens, reason == FinishReason.ABORT)
+        versions = len({span.version for span in spans})
+        self._on_answered(reason, tokens, reason == FinishReason.ABORT, versions)
+
+    def leave(self) -> None:
+        """The answer is over, whatever its end: what the engine still has of it is aborted."""
+        for gone in self._gone:
+            gone.set()
 
     def failed(self, error: BaseException) -> None:
         """See ``Call``."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from rollout_pod import local
@@ -74,7 +75,7 @@ def run_serve(settings: ServeSettings) -> int:
         log.error("not started", error=str(error))
         return 2
     try:
-        return asyncio.run(_serve(settings))
+        return uvloop.run(_serve(settings))
     except (local.RunDirError, PodFailed) as error:
         log.error("not started", error=str(error))
         return 2

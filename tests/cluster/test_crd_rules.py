@@ -72,6 +72,11 @@ def test_defaults_are_filled_in(served: Cluster):
     }
 
 
+def test_a_sleep_is_of_everything_at_level_1(served: Cluster):
+    made = create(served, {"model": "m", "sleep": {}})
+    assert made["spec"]["sleep"] == {"level": 1, "tags": ["weights", "kv_cache"]}
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -95,6 +100,8 @@ def test_defaults_are_filled_in(served: Cluster):
         {"interruption": {"mode": "Keep"}},
         {"interruption": {"mode": "Drain", "timeoutSeconds": 1}},
         {"paused": True},
+        {"sleep": {}},
+        {"sleep": {"level": 2, "tags": ["kv_cache", "weights"]}},
     ],
 )
 def test_accepted(served: Cluster, spec: dict[str, Any]):
@@ -115,6 +122,11 @@ def test_accepted(served: Cluster, spec: dict[str, Any]):
         ({"loadTimeoutSeconds": 0}, "spec.loadTimeoutSeconds"),
         ({"loadTimeoutSeconds": 86401}, "spec.loadTimeoutSeconds"),
         ({"drainTimeoutSeconds": -1}, "spec.drainTimeoutSeconds"),
+        ({"sleep": {"level": 0}}, "spec.sleep.level"),
+        ({"sleep": {"level": 3}}, "spec.sleep.level"),
+        ({"sleep": {"tags": []}}, "spec.sleep.tags"),
+        ({"sleep": {"tags": ["kv_cache", "kv_cache"]}}, "Duplicate value"),
+        ({"sleep": {"tags": ["scheduling"]}}, '"weights", "kv_cache"'),
         ({"weights": {"transport": "Pigeon"}}, '"Auto", "SharedMemory"'),
         ({"weights": {"hostMemory": "lots"}}, "spec.weights.hostMemory"),
         ({"weights": {"hostMemory": "17Ti"}}, "hostMemory must be from 1 byte to 16Ti"),

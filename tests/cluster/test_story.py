@@ -74,7 +74,7 @@ def tell(request: pytest.FixtureRequest, cluster: Cluster, site: str) -> Iterato
 
 def settle(replica: Replica, version: str) -> None:
     """Bring the replica to a version, however the test before left it."""
-    replica.patch(paused=False, weightVersion=version, weights={"bucketSize": "1Mi"})
+    replica.patch(paused=False, sleep=None, weightVersion=version, weights={"bucketSize": "1Mi"})
     replica.serving(version)
 
 
@@ -146,6 +146,54 @@ async def test_a_patch_updates_under_load_and_two_quick_ones_end_in_the_newest(
         assert rollout.weight_versions[-1].end == LONG
     fresh = await replica.generate(asked[0], 60)
     assert replica.is_greedy("step-3", asked[0], fresh)
+
+
+async def test_a_patch_sleeps_updates_and_wakes_without_a_restart(
+    cluster: Cluster, replica: Replica, site: str
+) -> None:
+    settle(replica, "step-1")
+    before = replica.pod()
+    prompt = prompts(1, seed=2)[0]
+    async with replica.client() as client:
+        task = asyncio.create_task(
+            client.generate(
+                prompt,
+                {"temperature": 0, "ignore_eos": True, "max_tokens": LONG},
+                deadline_s=200,
+            )
+        )
+        await in_flight(replica, 1)
+        await asyncio.to_thread(replica.patch, sleep={"level": 2})
+        ready = await asyncio.to_thread(replica.until_condition, "Ready", "True", "Sleeping")
+        assert "no memory was released" in ready["message"]  # by a CPU
+        assert replica.condition("Available")["reason"] == "Sleeping"
+        assert replica.get()["status"]["phase"] == "Sleeping"
+        assert not replica.get()["status"].get("weightVersion")
+        await asyncio.to_thread(
+            cluster.wait,
+            lambda: not all(c["ready"] for c in replica.pod()["status"]["containerStatuses"]),
+            60,
+            "kubelet to see that nothing is served",
+        )
+        await asyncio.to_thread(replica.patch, sleep={"tags": ["kv_cache"]}, weightVersion="step-2")
+        await asyncio.to_thread(
+            replica.until,
+            lambda status: status.get("weightVersion") == "step-2",
+            "the update while the cache sleeps",
+        )
+        await asyncio.to_thread(replica.until_condition, "Ready", "True", "Sleeping")
+        assert replica.condition("Available")["status"] == "True"
+        await asyncio.to_thread(replica.patch, sleep=None)
+        await asyncio.to_thread(replica.serving, "step-2")
+        rollout = await task
+    assert len(rollout.token_ids) == LONG
+    assert [s.version for s in rollout.weight_versions] == ["step-1", "step-2"]
+    assert replica.is_greedy("step-2", prompt, await replica.generate(prompt, 60))
+    after = replica.pod()
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+    assert [c["restartCount"] for c in after["status"]["containerStatuses"]] == [
+        c["restartCount"] for c in before["status"]["containerStatuses"]
+    ]
 
 
 def test_what_it_writes(cluster: Cluster, replica: Replica) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rollout_pod.engine import leftovers
 from rollout_pod.engine.base import EngineDeadError
 from rollout_pod.engine.processes import engine_children
+from rollout_pod.protocol import SleepTag
 from rollout_pod.weights.sender import RanksError
 from tests.support.engine_kit import checkpoint, run, tensors_of, update
 
@@ -59,6 +60,8 @@ async def test_every_call_of_a_killed_engine_ends_and_says_so(engine):
         engine.pause(),
         engine.resume(),
         engine.clear_caches(),
+        engine.sleep(1),
+        engine.wake(frozenset(SleepTag)),
         engine.abort("x"),
         engine.publish_version("v"),
         engine.load_weights("s", version="v", flush=True, timeout_s=5),

@@ -8,6 +8,7 @@ import torch
 
 from rollout_pod.engine.base import EngineError, EngineRequest, InvalidTokens
 from rollout_pod.engine.vllm import VllmEngine
+from rollout_pod.protocol import SleepTag
 from rollout_pod.weights.sender import ManifestError
 from tests.support.engine_kit import (
     GREEDY,
@@ -226,12 +227,34 @@ async def test_the_engine_knows_the_version(engine):
     assert await engine._llm.get_weight_version() == "step-7"
 
 
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_engine_that_woke_is_paused_until_it_is_resumed(engine, level):
+    """vLLM itself goes on as soon as everything is resident."""
+    await load(engine)
+    assert engine.sleep_refusal() is None
+    await engine.pause()
+    await engine.pause()
+    report = await engine.sleep(level)
+    assert report.bytes == 0 and "CPU" in report.message
+    await engine.ping(timeout_s=5)
+    for tag in SleepTag:
+        assert await engine.wake(frozenset({tag})) == 0
+        assert await engine._llm.is_paused()
+    waiting = asyncio.ensure_future(run(engine, [5, 6, 7], 5))
+    await asyncio.wait({waiting}, timeout=0.3)
+    assert not waiting.done()
+    await engine.resume()
+    assert len((await waiting).token_ids) == 5
+    await load(engine, B)
+    assert await serves(engine, B)
+
+
 async def test_clearing_caches_tells_that_it_could_not(engine):
     await load(engine)
-    assert await engine.clear_caches() is True
+    assert (await engine.clear_caches()).is_complete
     running = asyncio.ensure_future(run(engine, [5, 6, 7], 600))
     await asyncio.sleep(0.1)
-    assert await engine.clear_caches() is False
+    assert not (await engine.clear_caches()).is_complete
     await engine.pause()
     await running
     await engine.resume()

@@ -1,17 +1,21 @@
 """The OpenAI routes of a real pod, for agents that know nothing of pauses and updates."""
 
+import itertools
 import json
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rollout_pod.engine import arguments
 from rollout_pod.engine.base import EngineOutput, EngineSettings, EngineStartError
@@ -283,6 +287,106 @@ def test_a_tool_call(pod: ServeProcess, client: openai.OpenAI) -> None:
     )  # fmt: skip
     calls = answer.choices[0].message.tool_calls
     assert calls and calls[0].function.name == "look_up"
+
+
+def test_an_agent_loop_sees_complete_answers(pod: ServeProcess, client: openai.OpenAI) -> None:
+    """Chat, tool call, tool result, chat: with pauses and updates during the turns and between."""
+    words = ["red", "green", "blue"]
+    many = {"type": "array", "minItems": 150, "maxItems": 150, "items": {"enum": words}}
+    parameters = {
+        "type": "object", "properties": {"words": many}, "required": ["words"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    function = {"name": "look_up", "strict": True, "parameters": parameters}
+    tools: Any = [{"type": "function", "function": function}]
+    blanks = httpx.post(f"http://{pod.data}/tokenize", json={"prompt": " \t\r\n"}).json()["tokens"]
+    few_blanks = {str(token): -100.0 for token in blanks}  # the grammar allows any number of them
+    update = ("update", "step-1", f"--path={checkpoint('dense', 1)}")
+    back = ("update", "base")
+    messages: list[Any] = [{"role": "user", "content": "w300 w301"}]
+
+    def turn(streams: bool, **options: Any) -> tuple[str, list[tuple[str, str]], str, list[Any]]:
+        """Text, tool calls, finish reason and spans."""
+        answer = client.chat.completions.create(
+            model=model(pod), messages=messages, temperature=0, stream=streams, tools=tools,
+            **options,
+        )  # fmt: skip
+        if not streams:
+            choice = answer.choices[0]
+            calls = [
+                (c.function.name, c.function.arguments) for c in choice.message.tool_calls or []
+            ]
+            return choice.message.content or "", calls, choice.finish_reason, answer.weight_versions
+        text, name, arguments, reason, spans = "", "", "", "", []
+        for chunk in answer:
+            choice = chunk.choices[0]
+            text += choice.delta.content or ""
+            for call in choice.delta.tool_calls or []:
+                name = name or call.function.name or ""
+                arguments += call.function.arguments or ""
+            if choice.finish_reason:
+                reason, spans = choice.finish_reason, chunk.weight_versions
+        return text, [(name, arguments)] if name else [], reason, spans
+
+    def calling(streams: bool) -> Any:
+        choice = {"type": "function", "function": {"name": "look_up"}}
+        return turn(streams, tool_choice=choice, max_tokens=1900, logit_bias=few_blanks)
+
+    def telling(streams: bool) -> Any:
+        return turn(streams, tool_choice="none", max_tokens=LONG, extra_body={"ignore_eos": True})
+
+    try:
+        for streams, commands in ((False, PAUSE), (True, (back,))):
+            _, calls, reason, spans = cut(pod, partial(calling, streams), *PAUSE)
+            ((name, arguments),) = calls
+            assert name == "look_up" and reason in ("tool_calls", "stop")
+            found = json.loads(arguments)["words"]
+            assert len(found) == 150 and set(found) <= set(words)
+            assert spans[0]["start"] == 0 and spans[-1]["end"] > 150
+            messages += [
+                {"role": "assistant", "content": None, "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+                ]},
+                {"role": "tool", "tool_call_id": "c1", "content": "w302"},
+            ]  # fmt: skip
+            for command in PAUSE if streams else (update,):  # between the turns
+                assert pod.cli(*command).returncode == 0
+            text, calls, reason, spans = cut(pod, partial(telling, streams), *commands)
+            assert (calls, reason) == ([], "length")
+            assert text and [spans[0]["start"], spans[-1]["end"]] == [0, LONG]
+            assert all(a["end"] == b["start"] for a, b in itertools.pairwise(spans))
+            assert [s["version"] for s in spans] == (["step-1", "base"] if streams else ["step-1"])
+            shown = client.models.list().data[0].model_dump()["weight_version"]
+            assert shown == ("base" if streams else "step-1")
+            messages.append({"role": "assistant", "content": "w303"})
+            messages.append({"role": "user", "content": "w304"})
+    finally:
+        assert pod.cli("update", "base").returncode == 0
+    idle(pod)
+
+
+def test_log_probs_that_are_no_numbers(pod: ServeProcess, tmp_path: Path) -> None:
+    """As the pod's own route: nothing from that token on; here vLLM's server says it."""
+    folder = tmp_path / "nan"
+    shutil.copytree(checkpoint("dense", 1), folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"].fill_(float("nan"))
+            save_file(tensors, file)
+    assert pod.cli("update", "nan", f"--path={folder}").returncode == 0
+    body = {"prompt": prompts(1)[0], "max_tokens": 20, "logprobs": 1, "ignore_eos": True}
+    url = f"http://{pod.data}/v1/completions"
+    try:
+        answer = httpx.post(url, json=body, timeout=60)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "Internal server error"
+        first, *_ = stream(pod, **body)
+        assert first["error"]["code"] == 500
+        idle(pod)
+    finally:
+        assert pod.cli("update", "base").returncode == 0
+    assert ask(pod, max_tokens=5)["usage"]["completion_tokens"] == 5
 
 
 def test_partials_and_deadlines(pod: ServeProcess) -> None:

@@ -202,6 +202,61 @@ def test_a_broken_source_loads_nothing(
     assert pod.is_greedy(versions / "step-2", prompts(1)[0], after)
 
 
+def test_sleep_wake_and_clear_caches_from_the_command_line(
+    pod: ServeProcess, base: Path, versions: Path
+) -> None:
+    """What vLLM does on CPU: it rests, and releases nothing. All else is as on a GPU."""
+    assert pod.cli("update", "step-1").returncode == 0
+    prompt, *asked = prompts(4, length=200)
+    before = pod.generate(prompt, 60)
+    assert pod.generate(prompt, 60).num_cached_tokens > 0
+    cleared = pod.cli("clear-caches")
+    assert json.loads(cleared.stdout)["cleared"] == ["prefix", "multimodal", "encoder"]
+    assert pod.generate(prompt, 60).num_cached_tokens == 0
+    running = [pod.begin(p, 1500) for p in asked]
+    while pod.metric("rollout_unfinished ") < len(asked):
+        time.sleep(0.01)
+    in_use = pod.cli("clear-caches", "--timeout=0")
+    assert in_use.returncode == 1 and "Caches in use" in in_use.stderr
+
+    slept = pod.cli("sleep")
+    assert slept.returncode == 0, slept.stderr
+    state = json.loads(slept.stdout)
+    assert (state["phase"], state["ready"], state["weight_version"]) == (
+        "Sleeping",
+        False,
+        "step-1",
+    )
+    assert state["sleep"]["tags"] == ["weights", "kv_cache"] == state["resident"]
+    assert not state["sleep"]["released"] and "CPU" in state["sleep"]["message"]
+    assert all(future.result(10).cancel_reason == "sleeping" for future in running)
+    assert (pod.get("/readyz"), pod.get("/healthz")) == (503, 200)
+    refused = pod.cli("clear-caches")
+    assert refused.returncode == 1 and "Asleep" in refused.stderr
+    assert pod.cli("wake").returncode == 0
+    pod.serving("step-1")
+    after = pod.generate(prompt, 60)
+    assert (after.token_ids, after.num_cached_tokens) == (before.token_ids, 0)
+
+    assert pod.cli("sleep", "--level=2").returncode == 0
+    assert json.loads(pod.cli("state").stdout)["weight_version"] is None
+    late = pod.cli("update", "step-2", "--timeout=3")  # it waits for the wake, and says so
+    assert late.returncode == 1 and "waits until the weights wake" in late.stderr
+    woken = pod.cli("wake", "--tag=weights")
+    assert woken.returncode == 0, woken.stderr
+    done = pod.cli("update", "step-2")
+    assert json.loads(done.stdout)["phase"] == "Sleeping"
+    assert pod.get("/readyz") == 200
+    assert pod.cli("wake").returncode == 0
+    pod.serving("step-2")
+    assert pod.is_greedy(versions / "step-2", prompt, pod.generate(prompt, 60))
+    pod.cli("update", "base")
+    assert pod.cli("sleep", "--level=2").returncode == 0
+    assert pod.cli("wake").returncode == 0
+    pod.serving("base")  # loaded again, from the model's own folder
+    assert pod.is_greedy(base, prompt, pod.generate(prompt, 60))
+
+
 @pytest.mark.parametrize("victim", ["agent", "worker_is_paused_then_agent"])
 def test_the_agent_is_killed_in_the_middle_of_a_transfer(
     pod: ServeProcess, versions: Path, victim: str
@@ -263,6 +318,13 @@ def test_a_killed_container_comes_back_by_itself(base: Path, versions: Path) -> 
         core.kill()
         assert pod.process.wait(30) == 1
         pod.start()
+        pod.serving("step-1")
+        assert pod.cli("sleep").returncode == 0
+        pod.kill()
+        pod.start()
+        state = pod.until(lambda s: s.phase == "Sleeping")  # as the document says
+        assert not state.ready
+        assert pod.cli("wake").returncode == 0
         pod.serving("step-1")
         running = pod.begin(prompts(1)[0], LONG)
         while pod.metric("rollout_unfinished ") < 1:

@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import json
 import random
 import shutil
 import tempfile
@@ -13,18 +14,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from examples.tiny_models import Kind, make
-from rollout_pod.engine.base import EngineOutput, EngineRequest, EngineSettings, RankReport
+from rollout_pod.engine.base import (
+    EngineOutput,
+    EngineRequest,
+    EngineSettings,
+    OnDelta,
+    RankReport,
+)
 from rollout_pod.engine.boot_record import spec_of
 from rollout_pod.engine.vllm import VllmEngine, create
 from rollout_pod.weights.buckets import make_plan
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.segment import Segment
 from rollout_pod.weights.sender import Session, SessionError
+from tests.support.tiny_vision import make_vision
 
 SHM = Path("/dev/shm")
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -32,11 +41,71 @@ BASE_ARGS = ("--dtype=float32", "--max-model-len=2048", "--max-num-seqs=64")
 
 
 @lru_cache
-def checkpoint(kind: Kind, seed: int) -> Path:
+def checkpoint(kind: Kind | Literal["vision"], seed: int) -> Path:
     """A tiny checkpoint; the same one every time it is asked for."""
-    path = Path(tempfile.mkdtemp(prefix=f"tiny-{kind}-{seed}-"))
+    path = _temporary(f"tiny-{kind}-{seed}-")
+    if kind == "vision":
+        make_vision(path, seed=seed)
+    else:
+        make(path, kind=kind, seed=seed, shards=1 + seed)
+    return path
+
+
+LORA_RANK = 4
+_LORA_SCALE = 2.0
+_LORA_MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+
+
+def _temporary(prefix: str) -> Path:
+    path = Path(tempfile.mkdtemp(prefix=prefix))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
-    make(path, kind=kind, seed=seed, shards=1 + seed)
+    return path
+
+
+def _lora_of(base: Path, seed: int) -> dict[str, torch.Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, weight in sorted(tensors_of(base).items()):
+        module = name.removesuffix(".weight")
+        if module.endswith(_LORA_MODULES):
+            for half, shape in (
+                ("A", (LORA_RANK, weight.shape[1])),
+                ("B", (weight.shape[0], LORA_RANK)),
+            ):
+                noise = torch.randn(shape, generator=dice) * (1.0 / shape[1] ** 0.5)
+                weights[f"{module}.lora_{half}.weight"] = noise
+    return weights
+
+
+@lru_cache
+def adapter(base: Path, seed: int) -> Path:
+    """A tiny random LoRA adapter, in the files that PEFT writes."""
+    path = _temporary(f"tiny-lora-{seed}-")
+    weights = {f"base_model.model.{n}": w for n, w in _lora_of(base, seed).items()}
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": LORA_RANK,
+        "lora_alpha": LORA_RANK * _LORA_SCALE, "lora_dropout": 0.0,
+        "target_modules": sorted({module.split(".")[-1] for module in _LORA_MODULES}),
+    }  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+@lru_cache
+def merged(base: Path, seed: int) -> Path:
+    """The checkpoint that ``base`` with ``adapter(_, seed)`` is as good as."""
+    path = _temporary(f"tiny-merged-{seed}-")
+    for file in base.iterdir():
+        if not file.name.startswith("model"):
+            shutil.copy(file, path)
+    tensors, lora = tensors_of(base), _lora_of(base, seed)
+    for name in lora:
+        if name.endswith(".lora_A.weight"):
+            module = name.removesuffix(".lora_A.weight")
+            change = lora[f"{module}.lora_B.weight"] @ lora[name]
+            tensors[f"{module}.weight"] += _LORA_SCALE * change
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 
 
@@ -103,6 +172,28 @@ async def run(
     )
 
 
+async def ask(
+    engine: VllmEngine,
+    prompt: list[int],
+    sampling: dict[str, Any],
+    *,
+    generated: tuple[int, ...] = (),
+    max_tokens: int = 32,
+    on_delta: OnDelta | None = None,
+    **more: Any,
+) -> EngineOutput:
+    """As one attempt of a rollout; ``more`` is what ``Engine.prepare`` takes."""
+    prepared = await engine.prepare(prompt, **more) if more else None
+    request = EngineRequest(
+        engine_id=uuid.uuid4().hex,
+        prompt_token_ids=[*prompt, *generated],
+        params=engine.sampling_params(sampling, max_tokens=max_tokens),
+        num_generated=len(generated),
+        prepared=prepared,
+    )
+    return await engine.generate(request, on_delta)
+
+
 async def run_all(engine: VllmEngine, count: int = 8, max_tokens: int = 48) -> list[EngineOutput]:
     return list(await asyncio.gather(*(run(engine, p, max_tokens) for p in prompts(count))))
 
@@ -166,7 +257,7 @@ async def update(
     finally:
         await asyncio.to_thread(sender.close)
     if not error and all(r.ok for r in reports):
-        assert await engine.clear_caches()
+        assert (await engine.clear_caches()).is_complete
         await engine.publish_version(version)
         await engine.resume()
     return Sent(reports, sender.buckets, error)

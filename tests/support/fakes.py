@@ -13,19 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from rollout_pod.engine.base import (
+    CacheReport,
     EngineDeadError,
     EngineDelta,
     EngineError,
     EngineOutput,
     EngineRequest,
     EngineSettings,
+    ExpertIds,
+    InvalidField,
     InvalidSamplingParams,
     InvalidTokens,
     OnDelta,
+    Prepared,
     RankReport,
+    SleepReport,
+    SleepUnsupported,
+    TopLogProb,
 )
 from rollout_pod.engine.front_end import App, NoFrontEnd
-from rollout_pod.protocol import EngineInfo
+from rollout_pod.protocol import EngineInfo, SleepTag
 from rollout_pod.weights.agent_client import StageError, TransferError
 
 GARBAGE = "garbage"
@@ -70,9 +77,23 @@ class FakeEngine:
     hangs: bool = False
     silent_ranks: set[int] = field(default_factory=set)
     refuse_clear: int = 0
+    asleep: set[SleepTag] = field(default_factory=set)
+    refuses_sleep: str | None = None
+    """Told by ``sleep_refusal``."""
+    sleep_error: Exception | None = None
+    """Raised by the next ``sleep``."""
+    wake_error: Exception | None = None
+    resize_gate: asyncio.Event | None = None
+    """``sleep`` and ``wake`` take until it is set."""
+    on_cpu: bool = False
+    """Sleeps without releasing anything."""
     agent: "FakeAgent | None" = None
     published: str | None = None
     server: App | None = None
+    media_gate: asyncio.Event | None = None
+    requests: list[EngineRequest] = field(default_factory=list)
+    """All that came, in order."""
+    own_metrics: bytes = b""
     calls: list[str] = field(default_factory=list)
     _requests: dict[str, _Request] = field(default_factory=dict)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
@@ -90,7 +111,7 @@ class FakeEngine:
 
     def sampling_params(self, raw: Mapping[str, Any], *, max_tokens: int) -> object:
         for name in raw:
-            if name not in {"temperature", "min_tokens"}:
+            if name not in {"temperature", "min_tokens", "seed", "structured_outputs"}:
                 raise InvalidSamplingParams(name, "unknown sampling parameter")
         return max_tokens
 
@@ -99,12 +120,36 @@ class FakeEngine:
             if not 0 <= token < VOCAB:
                 raise InvalidTokens(position, f"{token} is no token id of this model")
 
+    async def prepare(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        media: Mapping[str, Sequence[str]] | None = None,
+        routed_experts: bool = False,
+    ) -> Prepared:
+        """``media`` adds 9 tokens an item, once ``media_gate`` opens."""
+        self.calls.append(f"prepare {len(prompt_token_ids)} {lora} {media} {routed_experts}")
+        if lora not in (None, "known"):
+            raise InvalidField("lora", f"no adapter is called {lora!r}; known: known")
+        if self.media_gate:
+            await self.media_gate.wait()
+        added = [7] * 9 * sum(len(urls) for urls in (media or {}).values())
+        prompt = [*prompt_token_ids, *added]
+        return Prepared(
+            len(prompt),
+            prompt=prompt if media else None,
+            lora=lora,
+            routed_experts=routed_experts,
+        )
+
     async def generate(
         self, request: EngineRequest, on_delta: OnDelta | None = None
     ) -> EngineOutput:
         if request.engine_id in self._requests:
             raise AssertionError("an engine id was used twice")
         mine = self._requests[request.engine_id] = _Request()
+        self.requests.append(request)
         assert isinstance(request.params, int)
         try:
             while len(mine.tokens) < request.params and not mine.aborted:
@@ -113,6 +158,8 @@ class FakeEngine:
                 if self.paused:
                     await self._moved.wait()
                     continue
+                if self.asleep:
+                    raise AssertionError("a sleeping engine was made to generate")
                 if self.cache_of not in (None, self.holds):
                     version = GARBAGE  # stale cache
                 else:
@@ -122,7 +169,14 @@ class FakeEngine:
                     on_delta(EngineDelta((mine.tokens[-1],), (-0.5,)))
                 await asyncio.sleep(self.step_s)
             reason = "abort" if mine.aborted else "length"
-            return EngineOutput(tuple(mine.tokens), (-0.5,) * len(mine.tokens), reason)
+            told = request.prepared is not None and request.prepared.routed_experts
+            return EngineOutput(
+                tuple(mine.tokens),
+                (-0.5,) * len(mine.tokens),
+                reason,
+                prompt_log_probs=(None, (TopLogProb(2, -0.25, 1),)) if told else None,
+                routed_experts=ExpertIds((1, 1, 2), "uint8", b"\x05\x06") if told else None,
+            )
         finally:
             del self._requests[request.engine_id]
 
@@ -157,6 +211,8 @@ class FakeEngine:
         self.calls.append(f"load {version}{' flush' if flush else ''}")
         if not self.paused:
             raise AssertionError("weights were loaded under running requests")
+        if SleepTag.WEIGHTS in self.asleep:
+            raise AssertionError("weights were loaded into released memory")
         assert self.agent is not None
         outcome = await self.agent.outcome(session, version)
         if outcome == "dies":
@@ -178,13 +234,52 @@ class FakeEngine:
             for r in range(self.world)
         )
 
-    async def clear_caches(self) -> bool:
+    async def clear_caches(self) -> CacheReport:
         self.calls.append("clear")
+        if SleepTag.WEIGHTS in self.asleep:
+            raise AssertionError("the caches of a sleeping engine were cleared")
         if self.refuse_clear:
             self.refuse_clear -= 1
-            return False
+            return CacheReport(prefix=False, multimodal=False, encoder=False)
         self.cache_of = None
-        return True
+        return CacheReport(prefix=True, multimodal=True, encoder=True)
+
+    def sleep_refusal(self) -> str | None:
+        return self.refuses_sleep
+
+    async def sleep(self, level: int) -> SleepReport:
+        self.calls.append(f"sleep {level}")
+        if not self.paused or self._requests or self.asleep:
+            raise AssertionError("only an idle engine that is awake falls asleep")
+        await self._resize()
+        if self.sleep_error:
+            error, self.sleep_error = self.sleep_error, None
+            if not isinstance(error, SleepUnsupported):
+                self.holds = GARBAGE
+            raise error
+        self.asleep = set(SleepTag)
+        self.cache_of = GARBAGE
+        if level == 2:
+            self.holds = GARBAGE
+        return SleepReport(0, "nothing on CPU") if self.on_cpu else SleepReport(3 << 20)
+
+    async def wake(self, tags: frozenset[SleepTag]) -> int:
+        self.calls.append(f"wake {' '.join(sorted(tags))}")
+        if not tags or not tags <= self.asleep:
+            raise AssertionError(f"{tags} do not sleep")
+        await self._resize()
+        if self.wake_error:
+            error, self.wake_error = self.wake_error, None
+            raise error
+        self.asleep -= tags
+        return 0 if self.on_cpu else sum(2 if t is SleepTag.WEIGHTS else 1 for t in tags) << 20
+
+    async def _resize(self) -> None:
+        if self.resize_gate:
+            await self.resize_gate.wait()
+        await asyncio.sleep(0)
+        if self.dead:
+            raise EngineDeadError(self.dead)
 
     async def publish_version(self, version: str) -> None:
         self.published = version
@@ -204,6 +299,9 @@ class FakeEngine:
         if self.server is None:
             raise NoFrontEnd("the fake engine has no server")
         return self.server
+
+    def metrics_text(self) -> bytes:
+        return self.own_metrics
 
     def dead_error(self) -> str | None:
         return self.dead

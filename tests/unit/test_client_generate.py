@@ -250,3 +250,25 @@ async def test_the_callers_params_are_not_changed():
     async with client(Pod(tokens(4, cut=True))) as api:
         await api.generate(PROMPT, params)
     assert params == {"max_tokens": 20, "stop_token_ids": [1]}
+
+
+async def test_every_attempt_asks_for_the_same():
+    pod = Pod(tokens(4, cut=True), tokens(None))
+    data = {"image": ["https://host/image.png"]}
+    await run(pod, lora="one", multi_modal_data=data)
+    assert [body["lora"] for body in pod.asked] == ["one", "one"]
+    assert [body["multi_modal_data"]["image"] for body in pod.asked] == [data["image"]] * 2
+    assert [body["prompt_token_ids"] for body in pod.asked] == [PROMPT] * 2
+
+
+async def test_a_grammar_begins_anew():
+    pod = Pod(tokens(4, cut=True), tokens(None))
+    partials = []
+    async with client(pod) as api:
+        params = {"max_tokens": 20, "structured_outputs": {"regex": "a*"}}
+        rollout = await api.generate(PROMPT, params, on_partial=partials.append)
+    assert [body["generated_token_ids"] for body in pod.asked] == [[], []]
+    assert [partial.token_ids for partial in partials] == [tuple(WHOLE[:4])]
+    assert rollout.token_ids == tuple(WHOLE)
+    assert len(rollout.log_probs) == rollout.weight_versions[-1].end == 20
+    assert rollout.attempts == 2

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from rollout_pod.engine.base import EngineInternalError, EngineOutput, TopLogProb
+from rollout_pod.engine.base import EngineInternalError, EngineOutput, ExpertIds, TopLogProb
+from rollout_pod.engine.openai.native import Native
 from rollout_pod.engine.outputs import NON_FINITE, Transcript, is_refusal
 
 NAN, INF = float("nan"), float("inf")
@@ -17,6 +19,18 @@ class Entry:
     rank: int
 
 
+class Flat(list):
+    """Like vLLM's ``FlatLogprobs``: a sequence of dicts, and all values in a row."""
+
+    @property
+    def start_indices(self):
+        return [sum(map(len, self[:i])) for i in range(len(self))]
+
+    @property
+    def logprobs(self):
+        return [entry.logprob for position in self for entry in position.values()]
+
+
 def output(log_probs, *, first=0, finished=True, reason="length", others=()):
     """Tokens ``first``, ``first + 1``, ...; each the likeliest, before ``others``."""
     positions = [
@@ -25,7 +39,7 @@ def output(log_probs, *, first=0, finished=True, reason="length", others=()):
     ]
     choice = SimpleNamespace(
         token_ids=[first + i for i in range(len(log_probs))],
-        logprobs=positions,
+        logprobs=Flat(positions),
         finish_reason=reason if finished else None,
         stop_reason=None,
     )
@@ -65,6 +79,33 @@ def test_a_stream_ends_there_whatever_comes_after():
     assert (made.finish_reason, made.stop_reason) == ("error", NON_FINITE)
 
 
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_openai_output_ends_there_too(value, at):
+    log_probs = [-0.5] * 3
+    log_probs[at] = value
+    given = []
+    native = Native({}, None, {}, given.append)
+    transcript = Transcript(read=native.read)
+    assert transcript.add(output(log_probs)).token_ids == tuple(range(at))
+    assert transcript.is_cut
+    transcript.add(output([-0.5], first=3))
+    (choice,) = given[0].outputs
+    assert len(given) == 1 and len(choice.logprobs) == at
+    assert choice.token_ids == list(range(at))
+    assert (choice.finish_reason, choice.stop_reason) == ("error", NON_FINITE)
+    assert transcript.output().finish_reason == "error"
+
+
+def test_an_openai_output_without_log_probs_is_whole():
+    whole = output([-0.5, NAN])
+    whole.outputs[0].logprobs = None
+    given = []
+    transcript = Transcript(read=Native({}, None, {}, given.append).read)
+    assert transcript.add(whole).token_ids == (0, 1)
+    assert given == [whole] and not transcript.is_cut
+
+
 def test_masked_tokens_are_not_among_the_likeliest():
     transcript = Transcript(top=3)
     transcript.add(output([-0.1], others=[-2.0, -INF]))
@@ -94,3 +135,59 @@ def test_a_refusal_is_no_fault():
     assert is_refusal(VLLMValidationError("no"))
     assert is_refusal(wrapped)
     assert not is_refusal(RuntimeError("bug"))
+
+
+def told_of_prompt(positions, *, count=3, top=1):
+    transcript = Transcript(prompt=count, prompt_top=top)
+    made = output([-1.0])
+    made.prompt_logprobs, made.prompt_token_ids = positions, [7, 8, 9, 10]
+    transcript.add(made)
+    made.prompt_logprobs = []  # vLLM tells them once
+    transcript.add(made)
+    return transcript.output().prompt_log_probs
+
+
+def test_log_probs_of_a_prompt():
+    likely = {8: Entry(-3.0, 40), 1: Entry(-0.5, 1)}
+    positions = [None, likely, {9: Entry(-0.2, 1)}, {10: Entry(-9.0, 1)}]
+    assert told_of_prompt(positions) == (
+        None,
+        (TopLogProb(8, -3.0, 40), TopLogProb(1, -0.5, 1)),
+        (TopLogProb(9, -0.2, 1),),
+    )
+    assert told_of_prompt(positions[:2]) is None, "it was cut in the prompt"
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_log_prob_of_a_prompt_that_is_no_number(value):
+    positions = [None, {8: Entry(value, 1)}, {9: Entry(-0.2, 2), 1: Entry(value, 1)}]
+    assert told_of_prompt(positions) == (None, None, (TopLogProb(9, -0.2, 2),))
+
+
+def test_routed_experts():
+    array = np.arange(12, dtype=">i2").reshape(2, 3, 2)
+    made = output([-1.0])
+    made.outputs[0].routed_experts = array
+    transcript = Transcript(experts=True)
+    transcript.add(made)
+    told = transcript.output().routed_experts
+    assert told == ExpertIds((2, 3, 2), "int16", array.astype("<i2").tobytes())
+    made.outputs[0].routed_experts = None  # nothing was computed
+    assert transcript.output().routed_experts is None
+    assert Transcript().add(made).token_ids == (0,)
+
+
+def test_what_the_pod_stops_at():
+    class Stops:
+        def take(self, token_ids, *, is_stop):
+            return (1, "end") if 5 in token_ids else (len(token_ids), None)
+
+    transcript = Transcript(top=1, stops=Stops())
+    assert transcript.add(output([-1.0], first=4, finished=False)).token_ids == (4,)
+    assert transcript.add(output([-1.0, -1.0], first=5, finished=False)).token_ids == (5,)
+    assert transcript.ends_early
+    assert not transcript.is_cut
+    assert transcript.add(output([-1.0], first=7, reason="abort")).token_ids == ()
+    made = transcript.output()
+    assert (made.token_ids, len(made.top_log_probs)) == ((4, 5), 2)
+    assert (made.finish_reason, made.stop_reason) == ("stop", "end")

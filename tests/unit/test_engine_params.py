@@ -16,17 +16,22 @@ def refuse(raw, *, has_tokenizer=True):
     ("raw", "field"),
     [
         ({"temprature": 1.0}, "temprature"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"structured_outputs": "json"}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": None}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "_backend": "outlines"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
+        ({"repetition_detection": {"max_pattern_size": 10**6}}, "repetition_detection"),
         ({"logits_processors": []}, "logits_processors"),
-        ({"output_kind": 1}, "output_kind"),
-        ({"extra_args": {}}, "extra_args"),
-        ({"skip_clone": True}, "skip_clone"),
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
         ({"logprobs": 5}, "logprobs"),
         ({"logprobs": "all"}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 5}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        *(({name: 1}, name) for name in params.REFUSED),
         ({"detokenize": True}, "detokenize"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": float("inf")}, "top_p"),
@@ -56,6 +61,28 @@ def test_refused_by_name(raw, field):
     error = refuse(raw)
     assert error.field == field
     assert field in str(error)
+
+
+def test_a_grammar_that_is_no_json():
+    endless: list[object] = []
+    endless.append(endless)
+    assert refuse({"structured_outputs": {"json": {"enum": endless}}}).field == "structured_outputs"
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
+def test_the_second_model_runner_has_rows_of_a_fixed_size(name):
+    ids = range(1500)
+    value = dict.fromkeys(map(str, ids), 1.0) if name == "logit_bias" else list(ids)
+    with pytest.raises(InvalidSamplingParams) as caught:
+        params.build(
+            {name: value},
+            max_tokens=8,
+            vocab_size=2000,
+            max_logprobs=4,
+            has_tokenizer=True,
+            has_row_limits=True,
+        )
+    assert caught.value.field == name
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])

@@ -162,6 +162,7 @@ def test_the_document_carries_what_is_asked():
         weightStep=120,
         paused=True,
         interruption={"mode": "Keep", "timeoutSeconds": 7},
+        sleep={"tags": ["kv_cache"]},
         weights={
             "source": {"path": "/ckpt/{version}/model"},
             "transport": "SharedMemory",
@@ -186,6 +187,7 @@ def test_the_document_carries_what_is_asked():
         },
         "fallback": {"version": "step-110", "step": 110, "source": {"path": "/old/110"}},
         "interruption": {"mode": "keep", "timeout_s": 7.0},
+        "sleep": {"level": 1, "tags": ("kv_cache",)},
         "bucket_bytes": 1 << 20,
         "update_timeout_s": 11.0,
         "max_attempts": 5,

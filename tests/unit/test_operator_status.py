@@ -16,6 +16,8 @@ from rollout_pod.protocol import (
     GateState,
     PodPhase,
     RankState,
+    SleepState,
+    SleepTag,
     UpdatePhase,
     UpdateSeconds,
     UpdateState,
@@ -61,6 +63,24 @@ SERVED = {
 }
 DIED = container(exit_code=137, exit_reason="OOMKilled", restarts=1)
 
+FULL = {"level": 1}
+ONLY_KV = {"tags": ["kv_cache"]}
+
+
+def sleeping(level: int, *tags: str, version: str | None = "base", **traits: Any) -> Seen:
+    """A pod in phase Sleeping; not ready with its weights asleep."""
+    slept = SleepState(
+        level=level, tags=tuple(map(SleepTag, tags)), released=True, bytes=3 << 30,
+        **traits.pop("slept", {}),
+    )  # fmt: skip
+    ready = "weights" not in tags
+    said = state(version, **{
+        "phase": PodPhase.SLEEPING, "gate": GateState.CLOSED, "ready": ready,
+        "desired_version": "base", "sleep": slept, **traits,
+    })  # fmt: skip
+    return seen(pod(ready=ready), said)
+
+
 CASES: list[tuple[str, Replica, Seen, tuple[str, Reason, str, str]]] = [
     # name, replica, seen, (Ready, reason, Stalled, Available)
     ("serving", replica(), seen(pod(), state()), ("True", Reason.SERVING, "False", "True")),
@@ -69,6 +89,78 @@ CASES: list[tuple[str, Replica, Seen, tuple[str, Reason, str, str]]] = [
         replica(paused=True),
         seen(pod(), state(**PAUSED)),
         ("True", Reason.PAUSED, "False", "True"),
+    ),
+    (
+        "asleep",
+        replica(sleep=FULL),
+        sleeping(1, "weights", "kv_cache"),
+        ("True", Reason.SLEEPING, "False", "False"),
+    ),
+    (
+        "only the cache is asleep",
+        replica(sleep=ONLY_KV),
+        sleeping(1, "kv_cache"),
+        ("True", Reason.SLEEPING, "False", "True"),
+    ),
+    (
+        "only the cache is asleep, and kubelet has yet to see that it is ready",
+        replica(sleep=ONLY_KV),
+        replace(sleeping(1, "kv_cache"), pod=pod(ready=False)),
+        ("False", Reason.READINESS_PENDING, "False", "False"),
+    ),
+    (
+        "asleep with its weights dropped",
+        replica(sleep={"level": 2}),
+        sleeping(2, "weights", "kv_cache", version=None),
+        ("True", Reason.SLEEPING, "False", "False"),
+    ),
+    (
+        "asleep deeper than asked",
+        replica(sleep=FULL),
+        sleeping(2, "weights", "kv_cache", version=None),
+        ("True", Reason.SLEEPING, "False", "False"),
+    ),
+    (
+        "asleep not deep enough",
+        replica(sleep={"level": 2}),
+        sleeping(1, "weights", "kv_cache"),
+        ("False", Reason.FALLING_ASLEEP, "False", "False"),
+    ),
+    (
+        "asleep with another version asked for",
+        asks(sleep=FULL),
+        sleeping(1, "weights", "kv_cache", desired_version="step-1"),
+        ("False", Reason.WAITING_FOR_WAKE, "False", "False"),
+    ),
+    (
+        "updated while the cache is asleep",
+        asks(sleep=ONLY_KV),
+        sleeping(1, "kv_cache", desired_version="step-1"),
+        ("False", Reason.UPDATING, "False", "True"),
+    ),
+    (
+        "falling asleep",
+        replica(sleep=FULL),
+        seen(pod(), state(phase=PodPhase.PAUSING, gate=GateState.CLOSED)),
+        ("False", Reason.FALLING_ASLEEP, "False", "True"),
+    ),
+    (
+        "waking",
+        replica(),
+        sleeping(1, "weights", "kv_cache"),
+        ("False", Reason.WAKING, "False", "False"),
+    ),
+    (
+        "waking one tag",
+        replica(sleep=ONLY_KV),
+        sleeping(1, "weights", "kv_cache"),
+        ("False", Reason.FALLING_ASLEEP, "False", "False"),
+    ),
+    (
+        "an engine that cannot sleep",
+        replica(sleep=FULL),
+        seen(pod(), state(sleep=SleepState(level=1, tags=(), released=False, message="no"))),
+        ("False", Reason.SLEEP_UNSUPPORTED, "True", "True"),
     ),
     (
         "pausing",
@@ -370,6 +462,29 @@ def test_the_whole_status_of_an_update():
             "message": "",
         }
     ]
+
+
+def test_a_sleep_says_what_it_released_and_what_is_held():
+    status = render(replica(sleep=FULL), sleeping(1, "weights", "kv_cache"))
+    words = {c.type: c.message for c in status.conditions}
+    assert status.phase == "Sleeping"
+    assert words["Ready"] == "weights and kv_cache asleep, 3.0 GiB released; holds base"
+    assert facts(status)["Paused"] == ("True", "Sleeping")
+    assert facts(status)["WeightsReady"] == ("True", "Committed")
+    assert facts(status)["Available"] == ("False", "Sleeping")
+    dropped = render(replica(sleep={"level": 2}), sleeping(2, "weights", "kv_cache", version=None))
+    assert facts(dropped)["WeightsReady"] == ("False", "Sleeping")
+    assert dropped.weight_version == ""
+    on_cpu = sleeping(1, "kv_cache")
+    assert on_cpu.report and on_cpu.report.state and on_cpu.report.state.sleep
+    slept = on_cpu.report.state.sleep.model_copy(
+        update={"released": False, "bytes": 0, "message": "a CPU"}
+    )
+    said = on_cpu.report.state.model_copy(update={"sleep": slept})
+    status = render(replica(sleep=ONLY_KV), seen(pod(), said))
+    assert {c.type: c.message for c in status.conditions}["Ready"] == (
+        "kv_cache asleep, but no memory was released: a CPU; holds base"
+    )
 
 
 def test_counters_that_move_are_no_news():

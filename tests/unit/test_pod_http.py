@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from rollout_pod import cli
-from rollout_pod.ctl import Ctl, CtlError, is_paused, is_settled_on
+from rollout_pod.ctl import Ctl, CtlError, is_asleep, is_paused, is_settled_on
 from rollout_pod.local import first_document
-from rollout_pod.protocol import DesiredDocument, Problem, StateDocument, WeightsRef
+from rollout_pod.protocol import DesiredDocument, Problem, SleepSpec, StateDocument, WeightsRef
 from rollout_pod.server.admin_app import make_admin_app
 from rollout_pod.server.auth import Tokens
 from rollout_pod.server.body_limit import BodyLimit
@@ -253,6 +253,47 @@ async def test_desired_and_state(admin: httpx.AsyncClient, pod: Pod) -> None:
     assert "needs a source" in problem(answer).detail
 
 
+@pytest.mark.parametrize(
+    ("sleep", "field"),
+    [
+        ({"level": 0}, "sleep.level"),
+        ({"level": 3}, "sleep.level"),
+        ({"tags": []}, "sleep.tags"),
+        ({"tags": ["weights", "weights"]}, "sleep.tags"),
+        ({"tags": ["scheduling"]}, "sleep.tags.0"),
+    ],
+)
+async def test_a_sleep_that_makes_no_sense_is_refused_by_name(
+    admin: httpx.AsyncClient, sleep: dict, field: str
+) -> None:
+    body = {"owner": "o", "generation": 9, "sleep": sleep}
+    answer = await admin.put("/admin/v1/desired", json=body)
+    assert answer.status_code == 422
+    assert problem(answer).errors[0].field == field
+
+
+def test_sleep_is_both_tags_at_level_1_in_one_order() -> None:
+    assert SleepSpec() == SleepSpec.model_validate({"tags": ["kv_cache", "weights"], "level": 1})
+
+
+async def test_clear_caches(admin: httpx.AsyncClient, pod: Pod) -> None:
+    path = "/admin/v1/clear-caches"
+    await pod.serving("base")
+    answer = await admin.post(path)
+    assert answer.json()["cleared"] == ["prefix", "multimodal", "encoder"]
+    assert answer.json()["attempts"] == 1
+    bad = await admin.post(path, json={"timeout_s": -1, "level": 2})
+    assert {e.field for e in problem(bad).errors} == {"timeout_s", "level"}
+    pod.engine.refuse_clear = 9
+    late = await admin.post(path, json={"timeout_s": 0})
+    assert (late.status_code, problem(late).code) == (503, "cache_in_use")
+    assert late.headers["Retry-After"] == "1"
+    pod.want(sleep={"level": 1})
+    await pod.until(lambda s: s.phase == "Sleeping")
+    asleep = await admin.post(path)
+    assert (asleep.status_code, problem(asleep).code) == (409, "asleep")
+
+
 def test_unknown_fields_of_a_document_are_ignored() -> None:
     document = DesiredDocument.model_validate({"owner": "o", "generation": 1, "later": True})
     assert document.model_dump() == DesiredDocument(owner="o", generation=1).model_dump()
@@ -321,6 +362,15 @@ async def test_ctl_drives_a_local_pod(tmp_path: Path) -> None:
                 ctl.change(lambda d: d.model_copy(update={"weights": ref("step-1")}))
                 ctl.wait(is_settled_on("step-1"), timeout_s=5)
                 assert ctl.state().phase == "Paused"
+                assert ctl.clear_caches(timeout_s=1).cleared == ("prefix", "multimodal", "encoder")
+                spec = SleepSpec(level=2)
+                ctl.change(lambda d: d.model_copy(update={"sleep": spec}))
+                ctl.wait(is_asleep(spec.tags, spec.level), timeout_s=5)
+                with pytest.raises(CtlError, match="Asleep: the engine sleeps"):
+                    ctl.clear_caches(timeout_s=1)
+                ctl.change(lambda d: d.model_copy(update={"sleep": None}))
+                ctl.wait(is_asleep((), 1), timeout_s=5)
+                ctl.wait(is_settled_on("step-1"), timeout_s=5)
                 ctl.change(lambda d: d.model_copy(update={"paused": False}))
                 ctl.wait(lambda s: s.gate == "open", timeout_s=5)
                 pod.agent.send_script["bad"] = ["midway"] * 5

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from rollout_pod.engine.base import EngineRequest
 from rollout_pod.engine.front_end import CALL, ROUTES
 from rollout_pod.protocol import Problem, WeightVersionSpan
+from rollout_pod.server import openai_answer
 from rollout_pod.server.data_app import make_data_app
 from tests.support.fakes import fake_token
 from tests.support.pods import Pod, ref, running_pod
@@ -29,6 +30,8 @@ async def fake_server(scope: Any, receive: Any, send: Any) -> None:
     if request.url.path == "/v1/models":
         models = {"object": "list", "data": [{"id": "tiny", "max_model_len": 7}]}
         response: Any = JSONResponse(models)
+    elif request.url.path == "/detokenize":  # as FastAPI refuses a body by itself
+        response = JSONResponse({"detail": "no text"}, status_code=400)
     elif json.loads(await request.body()).get("stream"):
         response = StreamingResponse(_events(), media_type="text/event-stream")
     else:
@@ -163,7 +166,9 @@ async def test_cut_by_a_pause_and_by_an_update(pod: Pod, data: httpx.AsyncClient
     assert [(s["version"], s["step"]) for s in body["weight_versions"]][-1] == ("step-1", 1)
     assert len({s["version"] for s in body["weight_versions"]}) == 2
     check(body["choices"][0]["token_ids"], body["weight_versions"])
-    assert 'rollout_requests_total{result="length"} 1.0' in (await data.get("/metrics")).text
+    metrics = (await data.get("/metrics")).text
+    assert 'rollout_requests_total{result="length"} 1.0' in metrics
+    assert "rollout_mixed_version_answers_total 1.0" in metrics
 
 
 async def test_stream_cut_by_an_update(pod: Pod, data: httpx.AsyncClient) -> None:
@@ -227,6 +232,104 @@ async def test_not_ready_and_draining(pod: Pod, data: httpx.AsyncClient) -> None
         assert problem(await data.request(method, path), 503).code == "draining"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_in_flight_ends_within_the_drain(
+    pod: Pod, data: httpx.AsyncClient, stream: bool
+) -> None:
+    asking = asyncio.create_task(data.post(PATH, json={"stream": stream}))
+    await running(pod)
+    pod.supervisor.begin_drain()
+    answer = await asking
+    if stream:
+        *chunks, _ = events(answer)
+        tokens = [t for chunk in chunks for t in chunk["choices"][0]["token_ids"]]
+        spans = chunks[-1]["weight_versions"]
+    else:
+        tokens = answer.json()["choices"][0]["token_ids"]
+        spans = answer.json()["weight_versions"]
+    assert len(tokens) == N
+    check(tokens, spans)
+    await asyncio.wait_for(pod.task, 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_outlasts_the_drain_is_told_so(
+    pod: Pod, data: httpx.AsyncClient, stream: bool
+) -> None:
+    pod.supervisor.drain_timeout_s = 0.01
+    asking = asyncio.create_task(data.post(PATH, json={"stream": stream}))
+    await running(pod)
+    pod.want(paused=True)
+    await paused(pod)
+    pod.want()  # by now the stream has begun
+    await running(pod)
+    by_choice = asyncio.create_task(
+        data.post(PATH, json={}, headers={"X-Rollout-On-Pause": "return"})
+    )
+    while pod.supervisor.gate.unfinished < 2:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.02)
+    pod.supervisor.begin_drain()
+    answer = await asking
+    if stream:
+        first, *_, last = events(answer)
+        assert first["choices"][0]["token_ids"]
+        assert (last["error"]["type"], last["error"]["code"]) == ("draining", 503)
+    else:
+        assert problem(answer, 503).code == "draining"
+    choice = (await by_choice).json()["choices"][0]
+    assert choice["finish_reason"] == "abort" and 0 < len(choice["token_ids"]) < N
+    await asyncio.wait_for(pod.task, 5)
+    assert pod.engine.running == 0
+
+
+async def test_a_drain_answers_what_waits_at_the_gate(pod: Pod, data: httpx.AsyncClient) -> None:
+    asking = asyncio.create_task(data.post(PATH, json={}))
+    await running(pod)
+    pod.want(paused=True)
+    while not pod.supervisor.gate.parked:
+        await asyncio.sleep(0)
+    pod.supervisor.begin_drain()
+    assert problem(await asking, 503).code == "draining"
+
+
+async def test_a_reader_that_takes_nothing_is_cut(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_answer, "SEND_TIMEOUT_S", 0.3)
+    pod.engine.step_s = 0.05
+    parts: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            parts.append(message["body"])
+            await asyncio.Event().wait()
+
+    body = [{"type": "http.request", "body": b'{"stream": true}', "more_body": False}]
+
+    async def receive() -> Any:
+        return body.pop() if body else await asyncio.Event().wait()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+        "method": "POST", "scheme": "http", "path": PATH, "raw_path": PATH.encode(),
+        "query_string": b"", "headers": [], "client": None, "server": ("pod", 80),
+    }  # fmt: skip
+    async with asyncio.timeout(5):
+        answering = asyncio.create_task(make_data_app(pod.supervisor)(scope, receive, send))
+        await running(pod)
+        pod.want(paused=True)
+        await paused(pod)
+        pod.want()  # its first tokens are on the way, and it goes on
+        await running(pod)
+        await answering
+        assert len(parts) == 1
+        registry, cut = pod.supervisor.metrics.registry, {"result": "abort"}
+        while not registry.get_sample_value("rollout_requests_total", cut):
+            await asyncio.sleep(0)
+    assert pod.engine.running == pod.supervisor.gate.unfinished == 0
+
+
 async def test_before_the_first_version(tmp_path: Path) -> None:
     async with running_pod(tmp_path / "run") as pod:
         transport = httpx.ASGITransport(make_data_app(pod.supervisor))
@@ -251,6 +354,14 @@ async def test_models(pod: Pod, data: httpx.AsyncClient) -> None:
     answer = await data.get("/v1/models")
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert answer.json()["data"] == [{"id": "tiny", "max_model_len": 7, "weight_version": "base"}]
+
+
+async def test_every_error_of_the_server_is_in_openais_form(data: httpx.AsyncClient) -> None:
+    answer = await data.post("/detokenize", content=b"\x80")
+    assert answer.status_code == 400
+    error = {"message": "no text", "type": "Bad Request", "param": None, "code": 400}
+    assert answer.json() == {"error": error}
+    assert int(answer.headers["content-length"]) == len(answer.content)
 
 
 @pytest.mark.parametrize(

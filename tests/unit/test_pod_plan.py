@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_pod.protocol import (
@@ -11,6 +11,8 @@ from rollout_pod.protocol import (
     DesiredDocument,
     InterruptionMode,
     PodPhase,
+    SleepState,
+    SleepTag,
     WeightsRef,
     WeightsSource,
 )
@@ -39,6 +41,26 @@ SERVING = replace(
 READY_TWO = Stage(TWO, "s", StageStatus.READY)
 CLOSED = replace(SERVING, gate_open=False, closed_for=CancelReason.UPDATING, idle=True)
 POISONED = replace(CLOSED, committed=None, loaded=None, poisoned=True)
+
+
+WEIGHTS, KV = SleepTag.WEIGHTS, SleepTag.KV_CACHE
+BOTH = frozenset(SleepTag)
+
+
+def asleep(level: int, *tags: SleepTag, **changes: object) -> PodState:
+    """A pod that sleeps as the supervisor leaves it."""
+    awake = replace(
+        SERVING, gate_open=False, closed_for=CancelReason.SLEEPING, idle=True, caches_clear=False
+    )
+    if level == 2:
+        awake = replace(awake, loaded=None, committed=None, transferred=False)
+    sleep = SleepState(level=level, tags=tags, released=True)
+    return replace(awake, sleep=sleep, **changes)
+
+
+FULL_1, FULL_2 = asleep(1, WEIGHTS, KV), asleep(2, WEIGHTS, KV)
+LEVEL_1, LEVEL_2 = {"level": 1}, {"level": 2}
+ONLY_KV = {"level": 1, "tags": ["kv_cache"]}
 
 
 def doc(weights: WeightsRef | None = ONE, **more: object) -> DesiredDocument:
@@ -263,6 +285,163 @@ def doc(weights: WeightsRef | None = ONE, **more: object) -> DesiredDocument:
             plan.Cancel(),
             id="kept by an earlier wish: cut before the update",
         ),
+        pytest.param(
+            doc(sleep=LEVEL_1),
+            SERVING,
+            plan.CloseGate(CancelReason.SLEEPING),
+            id="sleep: the gate first",
+        ),
+        pytest.param(
+            doc(sleep=LEVEL_1),
+            replace(SERVING, gate_open=False, closed_for=CancelReason.SLEEPING),
+            plan.Cancel(),
+            id="sleep: then cut",
+        ),
+        pytest.param(
+            doc(sleep=LEVEL_1, interruption={"mode": "drain"}),
+            replace(SERVING, gate_open=False, closed_for=CancelReason.SLEEPING),
+            plan.Cancel(InterruptionMode.DRAIN),
+            id="sleep: requests may end by themselves",
+        ),
+        pytest.param(
+            doc(sleep=LEVEL_1, interruption={"mode": "keep"}),
+            replace(SERVING, gate_open=False, closed_for=CancelReason.SLEEPING),
+            plan.Cancel(),
+            id="sleep: nothing can be kept",
+        ),
+        pytest.param(
+            doc(sleep=LEVEL_1, paused=True, interruption={"mode": "keep"}),
+            replace(SERVING, gate_open=False, closed_for=CancelReason.PAUSED, idle=True, kept=True),
+            plan.CloseGate(CancelReason.SLEEPING),
+            id="sleep after a pause that kept requests: they are told why",
+        ),
+        pytest.param(
+            doc(sleep=LEVEL_1, interruption={"mode": "keep"}),
+            replace(
+                SERVING, gate_open=False, closed_for=CancelReason.SLEEPING, idle=True, kept=True
+            ),
+            plan.Cancel(),
+            id="and cut",
+        ),
+        pytest.param(
+            doc(sleep=LEVEL_2),
+            replace(SERVING, gate_open=False, closed_for=CancelReason.SLEEPING, idle=True),
+            plan.Sleep(2),
+            id="sleep: then sleep",
+        ),
+        pytest.param(doc(sleep=LEVEL_1), FULL_1, plan.Wait(), id="asleep: rest"),
+        pytest.param(doc(sleep=LEVEL_1), FULL_2, plan.Prefetch(ONE), id="asleep: prefetch goes on"),
+        pytest.param(
+            doc(sleep=LEVEL_1),
+            replace(FULL_2, stage=Stage(ONE, "s", StageStatus.READY)),
+            plan.Wait(),
+            id="a deeper sleep will do, and an update waits for the wake",
+        ),
+        pytest.param(
+            doc(sleep=LEVEL_2), FULL_1, plan.Wake(BOTH), id="deeper than it sleeps: wake first"
+        ),
+        pytest.param(
+            doc(sleep=ONLY_KV), FULL_1, plan.Wake(frozenset({WEIGHTS})), id="wake one tag"
+        ),
+        pytest.param(
+            doc(sleep={"level": 2, "tags": ["kv_cache"]}),
+            replace(SERVING, gate_open=False, closed_for=CancelReason.SLEEPING, idle=True),
+            plan.Sleep(1),
+            id="weights that are to stay are not dropped on the way",
+        ),
+        pytest.param(doc(sleep=ONLY_KV), asleep(1, KV), plan.Wait(), id="one tag asleep: rest"),
+        pytest.param(
+            doc(sleep=LEVEL_1),
+            asleep(1, KV),
+            plan.Wake(frozenset({KV})),
+            id="more than sleeps: an engine falls asleep only as a whole",
+        ),
+        pytest.param(
+            doc(TWO, sleep=ONLY_KV),
+            asleep(1, KV, stage=READY_TWO),
+            plan.CloseGate(CancelReason.UPDATING),
+            id="an update needs the weights only",
+        ),
+        pytest.param(
+            doc(TWO, sleep=ONLY_KV),
+            asleep(1, KV, stage=READY_TWO, closed_for=CancelReason.UPDATING),
+            plan.Transfer(TWO, "s", flush=False),
+            id="and goes on while the cache sleeps",
+        ),
+        pytest.param(
+            doc(TWO, sleep=ONLY_KV),
+            asleep(1, KV, loaded=TWO, closed_for=CancelReason.UPDATING),
+            plan.ClearCaches(),
+            id="and is committed before it wakes",
+        ),
+        pytest.param(
+            doc(TWO),
+            replace(FULL_2, sleep=None, stage=Stage(ONE, "s", StageStatus.READY)),
+            plan.Prefetch(TWO),
+            id="the old version, fetched while it slept, does not come first",
+        ),
+        pytest.param(doc(), FULL_1, plan.Wake(BOTH), id="wake all"),
+        pytest.param(
+            doc(),
+            replace(FULL_1, sleep=None),
+            plan.ClearCaches(),
+            id="woken from level 1: the caches before the gate",
+        ),
+        pytest.param(
+            doc(), replace(FULL_1, sleep=None, caches_clear=True), plan.OpenGate(), id="then serve"
+        ),
+        pytest.param(
+            doc(),
+            replace(FULL_2, sleep=None),
+            plan.Prefetch(ONE),
+            id="woken from level 2: nothing is served before a complete update",
+        ),
+        pytest.param(
+            doc(None),
+            replace(FULL_2, sleep=None, last_committed=BASE),
+            plan.Prefetch(BASE),
+            id="base is no exception",
+        ),
+        pytest.param(
+            doc(paused=True),
+            replace(FULL_1, sleep=None),
+            plan.CloseGate(CancelReason.PAUSED),
+            id="woken under a pause: paused",
+        ),
+        pytest.param(
+            doc(TWO, sleep=LEVEL_1),
+            replace(CLOSED, loaded=TWO, caches_clear=False, stage=READY_TWO),
+            plan.ClearCaches(),
+            id="an update that was loaded is finished before it sleeps",
+        ),
+        pytest.param(
+            doc(TWO, sleep=LEVEL_1),
+            replace(CLOSED, stage=READY_TWO),
+            plan.CloseGate(CancelReason.SLEEPING),
+            id="one that was not begun waits",
+        ),
+        pytest.param(
+            doc(TWO, max_attempts=1, sleep=LEVEL_1),
+            replace(FULL_1, poisoned=True, committed=None, loaded=None).with_load_failure(TWO),
+            plan.Prefetch(TWO),
+            id="asleep it does not restart: that would take the memory back",
+        ),
+        pytest.param(
+            doc(sleep=LEVEL_1),
+            replace(SERVING, sleep_refusal="no"),
+            plan.Wait(),
+            id="an engine that cannot sleep serves on",
+        ),
+        pytest.param(doc(sleep=LEVEL_1), PodState(), plan.Load(), id="a restarted one loads first"),
+        pytest.param(
+            doc(sleep=LEVEL_1),
+            UP,
+            plan.CloseGate(CancelReason.SLEEPING),
+            id="and sleeps before it loads what is wanted: the memory may be another's by now",
+        ),
+        pytest.param(
+            doc(sleep=LEVEL_1), replace(FULL_1, draining=True), plan.Drain(), id="asleep: drain"
+        ),
         pytest.param(doc(), replace(SERVING, draining=True), plan.Drain(), id="drain"),
         pytest.param(
             doc(), replace(SERVING, draining=True, drained=True), plan.Wait(), id="drained"
@@ -289,6 +468,15 @@ def test_next_step(desired: DesiredDocument | None, state: PodState, step: plan.
         (replace(CLOSED, transferring=True, loaded=None), PodPhase.UPDATING, True),
         (POISONED, PodPhase.POISONED, False),
         (replace(POISONED, transferring=True), PodPhase.UPDATING, False),
+        (FULL_1, PodPhase.SLEEPING, False),
+        (FULL_2, PodPhase.SLEEPING, False),
+        (asleep(1, KV), PodPhase.SLEEPING, True),
+        (asleep(1, WEIGHTS), PodPhase.SLEEPING, False),
+        (asleep(2, KV), PodPhase.SLEEPING, False),
+        (asleep(1, KV, closed_for=CancelReason.UPDATING), PodPhase.UPDATING, True),
+        (replace(FULL_1, poisoned=True, committed=None), PodPhase.SLEEPING, False),
+        (asleep(1, KV, poisoned=True, committed=None), PodPhase.POISONED, False),
+        (replace(FULL_2, sleep=None), PodPhase.STALE, False),
         (replace(SERVING, draining=True), PodPhase.DRAINING, False),
         (replace(SERVING, engine=EngineStatus.DEAD), PodPhase.FAILED, False),
     ],
@@ -315,14 +503,21 @@ def states(draw: st.DrawFn) -> PodState:
         transferred = True
     gate_open = committed is not None and loaded == committed and draw(st.booleans())
     stage_ref = draw(maybe_ref)
+    tags = () if gate_open else draw(st.sampled_from([(), (WEIGHTS,), (KV,), (WEIGHTS, KV)]))
+    level = draw(st.sampled_from([1, 2]))
+    if WEIGHTS in tags and level == 2:
+        loaded, committed, transferred = None, None, False
     state = PodState(
         engine=EngineStatus.UP,
         gate_open=gate_open,
         closed_for=None if gate_open else draw(st.sampled_from(CancelReason)),
-        idle=not gate_open and draw(st.booleans()),
+        idle=not gate_open and (bool(tags) or draw(st.booleans())),
+        kept=not gate_open and not tags and draw(st.booleans()),
+        sleep=SleepState(level=level, tags=tags, released=True) if tags else None,
+        sleep_refusal=None if tags else draw(st.sampled_from([None, "no"])),
         loaded=loaded,
         transferred=transferred,
-        caches_clear=loaded == committed or draw(st.booleans()),
+        caches_clear=not tags and (loaded == committed or draw(st.booleans())),
         committed=committed,
         last_committed=committed or draw(maybe_ref),
         poisoned=poisoned,
@@ -337,7 +532,12 @@ def states(draw: st.DrawFn) -> PodState:
 @st.composite
 def documents(draw: st.DrawFn) -> DesiredDocument:
     wanted = draw(st.none() | st.sampled_from(REFS[1:]))
-    return doc(wanted, paused=draw(st.booleans()), fallback=draw(maybe_ref))
+    sleep = draw(st.none() | st.sampled_from([LEVEL_1, LEVEL_2, ONLY_KV, {"tags": ["weights"]}]))
+    mode = draw(st.sampled_from(InterruptionMode))
+    return doc(
+        wanted, paused=draw(st.booleans()), fallback=draw(maybe_ref), sleep=sleep,
+        interruption={"mode": mode},
+    )  # fmt: skip
 
 
 def do(step: plan.Step, state: PodState) -> PodState:
@@ -355,11 +555,27 @@ def do(step: plan.Step, state: PodState) -> PodState:
         case plan.Transfer(target, _, flush):
             assert state.idle and not state.gate_open
             assert flush == state.poisoned
+            assert WEIGHTS not in state.asleep
             return replace(
                 state, loaded=target, transferred=True, caches_clear=False, poisoned=False
             )
+        case plan.Sleep(level):
+            assert state.idle and not state.gate_open and not state.kept and not state.asleep
+            assert not state.sleep_refusal
+            lost: dict = {"loaded": None, "committed": None, "transferred": False}
+            return replace(
+                state,
+                caches_clear=False,
+                sleep=SleepState(level=level, tags=tuple(SleepTag), released=True),
+                **(lost if level == 2 else {}),
+            )
+        case plan.Wake(tags):
+            assert state.sleep and tags and tags <= state.asleep
+            left = tuple(tag for tag in state.sleep.tags if tag not in tags)
+            rest = state.sleep.model_copy(update={"tags": left})
+            return replace(state, sleep=rest if left else None)
         case plan.ClearCaches():
-            assert not state.gate_open
+            assert not state.gate_open and not state.weights_asleep
             return replace(state, caches_clear=True)
         case plan.Commit(target):
             assert not state.gate_open
@@ -375,11 +591,13 @@ def do(step: plan.Step, state: PodState) -> PodState:
         case plan.OpenGate():
             assert state.committed and state.loaded
             assert state.committed.version == state.loaded.version and state.caches_clear
+            assert not state.asleep
             return replace(state, gate_open=True, idle=False, closed_for=None)
         case _:
             raise AssertionError(step)
 
 
+@settings(deadline=None)
 @given(desired=documents(), state=states())
 def test_every_state_comes_to_rest_where_the_document_says(
     desired: DesiredDocument, state: PodState
@@ -394,13 +612,23 @@ def test_every_state_comes_to_rest_where_the_document_says(
                 state = do(plan.Prefetch(state.stage.ref), state)
                 continue
             break
-        state = do(step, state)
+        before, state = state, do(step, state)
+        if before.committed and not state.committed:
+            assert desired.sleep and desired.sleep.level == 2 and WEIGHTS in desired.sleep.tags
     else:
         raise AssertionError("no rest")
     wanted = desired.weights or BASE
     fallback = state.last_committed or desired.fallback
+    sleep = None if state.sleep_refusal else desired.sleep
+    assert state.asleep == (frozenset(sleep.tags) if sleep else frozenset())
+    if sleep:
+        assert not state.gate_open and not state.kept
+        assert is_ready(state) == (WEIGHTS not in sleep.tags and state.committed is not None)
+        assert not state.weights_asleep or state.sleep.level >= sleep.level
+    if state.weights_asleep:
+        return
     if state.rejected != wanted or fallback is None or fallback.version == wanted.version:
         assert state.committed is not None and state.committed.version == wanted.version
     if state.committed is not None:
-        assert state.gate_open == (not desired.paused)
+        assert state.gate_open == (not desired.paused and not sleep)
     assert isinstance(next_step(desired, state, now), plan.Wait)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from rollout_pod.protocol import GenerateRequest, GenerateResponse
+from rollout_pod.server import streaming
 from rollout_pod.server.data_app import make_data_app
 from rollout_pod.server.streaming import Stream
 from tests.support.fakes import fake_tokens
@@ -65,6 +66,24 @@ async def test_a_stream_is_the_answer_in_pieces(data: httpx.AsyncClient) -> None
     end = found[-1][1]
     assert end.pop("num_tokens") == 40
     assert end == {k: v for k, v in whole.items() if k in end}
+
+
+async def test_tokens_that_come_together_go_together_and_an_end_waits_for_nobody(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "COALESCE_S", 3600.0)
+    stream = Stream()
+    request = GenerateRequest.model_validate(BODY)
+    task: asyncio.Task[GenerateResponse] = asyncio.create_task(
+        pod.generation.generate(
+            request, gone=stream.gone, on_admit=stream.on_admit, on_delta=stream.on_delta
+        )
+    )
+    await stream.begin(task)
+    found = [(e.event, json.loads(e.data)) async for e in stream.events(task)]
+    assert [name for name, _ in found] == ["delta", "delta", "end"], "the first, the rest, the end"
+    assert len(found[0][1]["token_ids"]) < 40
+    assert tokens_of(found) == fake_tokens("step-1", [1, 2], 40)
 
 
 async def test_a_cut_stream_ends_too(data: httpx.AsyncClient, pod: Pod) -> None:

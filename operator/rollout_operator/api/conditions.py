@@ -26,12 +26,14 @@ class Reason(StrEnum):
     # Ready
     SERVING = "Serving"
     PAUSED = "Paused"
+    SLEEPING = "Sleeping"
     # nothing happens before somebody mends something
     INVALID_SPEC = "InvalidSpec"
     FOREIGN_OBJECT = "ForeignObject"
     INVALID_TEMPLATE = "InvalidTemplate"
     ENGINE_FAILED = "EngineFailed"
     UPDATE_FAILED = "UpdateFailed"
+    SLEEP_UNSUPPORTED = "SleepUnsupported"
     # tried again until somebody mends something
     POD_FORBIDDEN = "PodForbidden"
     UNSCHEDULABLE = "Unschedulable"
@@ -58,6 +60,9 @@ class Reason(StrEnum):
     UPDATING = "Updating"
     PAUSING = "Pausing"
     RESUMING = "Resuming"
+    FALLING_ASLEEP = "FallingAsleep"
+    WAKING = "Waking"
+    WAITING_FOR_WAKE = "WaitingForWake"
     READINESS_PENDING = "ReadinessPending"
     # of the other conditions
     SETTLED = "Settled"

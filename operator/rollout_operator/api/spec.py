@@ -80,6 +80,20 @@ class Interruption(_Part):
     timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
 
 
+class SleepTag(StrEnum):
+    """A part of the engine's memory, by vLLM's name."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+class Sleep(_Part):
+    """What of the engine's memory stays released."""
+
+    level: Annotated[int, Field(ge=1, le=2)] = 1
+    tags: Annotated[tuple[SleepTag, ...], Field(min_length=1, max_length=2)] = tuple(SleepTag)
+
+
 class RolloutSpec(_Part):
     """All that a person asks of a replica."""
 
@@ -99,6 +113,7 @@ class RolloutSpec(_Part):
     ] = None
     weight_step: Annotated[int | None, Field(ge=0)] = None
     interruption: Interruption = Interruption()
+    sleep: Sleep | None = None
 
 
 def _within(value: str | int, low: int, high: int) -> str | int:

@@ -13,7 +13,7 @@ JsonObject = dict[str, Any]
 Kind = Literal["Normal", "Warning"]
 
 _MAX_MESSAGE: Final = 1024
-_NORMAL: Final = frozenset({Reason.SERVING, Reason.PAUSED})
+_NORMAL: Final = frozenset({Reason.SERVING, Reason.PAUSED, Reason.SLEEPING})
 _WARNINGS: Final = frozenset(
     {
         Reason.INVALID_SPEC,
@@ -22,6 +22,7 @@ _WARNINGS: Final = frozenset(
         Reason.ENGINE_FAILED,
         Reason.ENGINE_RESTARTING,
         Reason.UPDATE_FAILED,
+        Reason.SLEEP_UNSUPPORTED,
         Reason.POD_FORBIDDEN,
         Reason.UNSCHEDULABLE,
         Reason.IMAGE_PULL_FAILED,

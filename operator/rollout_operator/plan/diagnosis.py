@@ -8,6 +8,7 @@ from rollout_operator.api.spec import Interruption, InterruptionMode, RolloutSpe
 from rollout_operator.plan.actions import Verdict
 from rollout_operator.plan.document import wanted_version
 from rollout_operator.plan.observed import ContainerSeen, PodSeen, Report, Seen
+from rollout_operator.plan.sleep import asleep, not_asleep, weights_asleep
 from rollout_pod.protocol import PodPhase, StateDocument, UpdatePhase
 
 UNREACHABLE_GRACE_S: Final = 10.0
@@ -17,7 +18,7 @@ _IMAGE_REASONS: Final = frozenset(
 )
 _CONFIG_REASONS: Final = frozenset({"CreateContainerConfigError", "CreateContainerError"})
 _CRASH_LOOP: Final = "CrashLoopBackOff"
-READY_REASONS: Final = frozenset({Reason.SERVING, Reason.PAUSED})
+READY_REASONS: Final = frozenset({Reason.SERVING, Reason.PAUSED, Reason.SLEEPING})
 
 
 def current_state(pod: PodSeen | None, report: Report | None) -> StateDocument | None:
@@ -174,6 +175,11 @@ def _engine(replica: Replica, spec: RolloutSpec, pod: PodSeen, state: StateDocum
             reason=Reason.UPDATING,
             message=f"pod {pod.name} has yet to take generation {replica.generation}",
         )
+    if state.phase is PodPhase.SLEEPING:
+        verdict = asleep(spec, state, target)
+        if verdict is not None:
+            ready = pod.ready or weights_asleep(state) or verdict.reason is not Reason.SLEEPING
+            return verdict if ready else _readiness_pending(pod)
     trouble = _update_trouble(target, state)
     if trouble is not None:
         return trouble
@@ -217,16 +223,23 @@ def _update_trouble(target: str, state: StateDocument) -> Verdict | None:
     return None
 
 
+def _readiness_pending(pod: PodSeen) -> Verdict:
+    return Verdict(
+        reason=Reason.READINESS_PENDING,
+        message=f"pod {pod.name} is up; its readiness probe has yet to see it",
+    )
+
+
 def _gate(spec: RolloutSpec, pod: PodSeen, state: StateDocument) -> Verdict:
+    verdict = not_asleep(spec, state)
+    if verdict is not None:
+        return verdict
     if spec.paused and state.phase is not PodPhase.PAUSED:
         return Verdict(reason=Reason.PAUSING, message=_pausing(spec.interruption))
     if not spec.paused and state.phase is not PodPhase.SERVING:
         return Verdict(reason=Reason.RESUMING, message="the gate is about to open")
     if not (state.ready and pod.ready):
-        return Verdict(
-            reason=Reason.READINESS_PENDING,
-            message=f"pod {pod.name} is up; its readiness probe has yet to see it",
-        )
+        return _readiness_pending(pod)
     if spec.paused:
         kept = "; requests are kept" if spec.interruption.mode is InterruptionMode.KEEP else ""
         return Verdict(reason=Reason.PAUSED, message=f"paused at {state.weight_version}{kept}")

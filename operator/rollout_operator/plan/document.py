@@ -29,6 +29,7 @@ def render_document(replica: Replica, spec: RolloutSpec) -> DesiredDocument:
                 mode=InterruptionMode(spec.interruption.mode.lower()),
                 timeout_s=spec.interruption.timeout_seconds,
             ),
+            "sleep": spec.sleep.model_dump() if spec.sleep else None,
             "bucket_bytes": parse_bytes(spec.weights.bucket_size),
             "update_timeout_s": spec.weights.timeout_seconds,
             "max_attempts": spec.weights.max_attempts,

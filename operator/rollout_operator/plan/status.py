@@ -26,6 +26,7 @@ from rollout_operator.plan.actions import Plan, Verdict
 from rollout_operator.plan.diagnosis import READY_REASONS, current_state, diagnose, uncertain
 from rollout_operator.plan.document import wanted_version
 from rollout_operator.plan.observed import Ownership, PodSeen, Seen
+from rollout_operator.plan.sleep import weights_asleep
 from rollout_pod.protocol import DATA_PORT, PodPhase, StateDocument, UpdatePhase, UpdateState
 
 _ON_THE_WAY: Final = {
@@ -173,6 +174,12 @@ def _available(
             return "True", Reason.SERVING, "kubelet calls the pod ready"
         if state.ready:
             return "True", Reason.SERVING, f"holds {state.weight_version}"
+    if state is not None and weights_asleep(state):
+        return (
+            "False",
+            Reason.SLEEPING,
+            "the weights are asleep; nothing is served before they wake",
+        )
     return "False", Reason.NOT_SERVING, verdict.message
 
 
@@ -182,6 +189,8 @@ def _paused(replica: Replica, state: StateDocument | None) -> tuple[Truth, Reaso
         keeps = spec is not None and spec.interruption.mode is InterruptionMode.KEEP
         held = "requests are kept in the engine" if keeps else "no request is in the engine"
         return "True", Reason.PAUSED, f"the gate is closed; {held}"
+    if state is not None and state.phase is PodPhase.SLEEPING:
+        return "True", Reason.SLEEPING, "the gate is closed, and the engine sleeps"
     if replica.spec is not None and replica.spec.paused:
         return "False", Reason.PAUSING, "spec.paused has yet to take effect"
     return "False", Reason.NOT_PAUSED, ""
@@ -197,7 +206,8 @@ def _weights_ready(
     told = state.desired_version == target
     if held == target and told:
         return "True", Reason.COMMITTED, f"every rank holds {target}"
-    reason = verdict.reason if verdict.reason not in READY_REASONS else Reason.UPDATING
+    settled = READY_REASONS - {Reason.SLEEPING}
+    reason = verdict.reason if verdict.reason not in settled else Reason.UPDATING
     return "False", reason, verdict.message
 
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from rollout_pod.engine.base import EngineSettings, EngineStartError
 from rollout_pod.engine.orphan import SERVER_PID
+from rollout_pod.engine.sleep_mode import can_sleep
 
 WORKER_EXTENSION = "rollout_pod.engine.worker.RolloutWorker"
 
@@ -69,6 +70,8 @@ def parse(settings: EngineSettings) -> tuple[Any, Any]:
     )
     if current_platform.is_cpu():
         parser.set_defaults(enforce_eager=True)
+    if can_sleep():
+        parser.set_defaults(enable_sleep_mode=True)  # so that a sleep needs no restart
     try:
         namespace = parser.parse_args(list(settings.args))
     except (ValueError, TypeError) as error:
@@ -161,6 +164,9 @@ def _apply_cpu_defaults(namespace: Any, default_utilization: float) -> None:
     ):
         # vLLM would take most of the host's memory.
         namespace.kv_cache_memory_bytes = _CPU_KV_BYTES
+    if namespace.enable_lora:
+        # vLLM's CPU kernels take the last slot for requests that name no adapter: it stays empty.
+        namespace.max_loras = max(namespace.max_loras, len(namespace.lora_modules or ()) + 1)
     if (
         namespace.distributed_executor_backend is None
         and namespace.tensor_parallel_size

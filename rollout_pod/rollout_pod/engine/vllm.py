@@ -5,6 +5,7 @@ answered meanwhile.
 """
 
 import asyncio
+import gc
 import inspect
 import logging
 import socket
@@ -15,8 +16,9 @@ from typing import Any
 
 import psutil
 
-from rollout_pod.engine import arguments, leftovers, params, processes
+from rollout_pod.engine import adapters, arguments, leftovers, params, processes
 from rollout_pod.engine.base import (
+    CacheReport,
     EngineDeadError,
     EngineError,
     EngineInternalError,
@@ -26,7 +28,10 @@ from rollout_pod.engine.base import (
     EngineStartError,
     InvalidTokens,
     OnDelta,
+    Prepared,
     RankReport,
+    SleepReport,
+    SleepUnsupported,
 )
 from rollout_pod.engine.front_end import App
 from rollout_pod.engine.lifeline import Lifeline, words_of
@@ -34,7 +39,10 @@ from rollout_pod.engine.openai.front_end import FrontEnd
 from rollout_pod.engine.openai.native import Native
 from rollout_pod.engine.output_tail import OutputTail
 from rollout_pod.engine.outputs import NON_FINITE, Transcript, is_refusal
-from rollout_pod.protocol import EngineInfo
+from rollout_pod.engine.prepare import Preparation
+from rollout_pod.engine.seam import SeamStop
+from rollout_pod.engine.sleep_mode import released, sleep_refusal
+from rollout_pod.protocol import EngineInfo, SleepTag
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +50,8 @@ _POLL_S = 0.2
 _CALL_S = 60.0
 _PAUSE_S = 120.0
 """A pause waits for the step that runs: the longest prefill."""
+_MEMORY_S = 600.0
+"""Falling asleep copies the weights to host memory that has to be pinned first."""
 _SHUTDOWN_S = 1.0
 _SHUTDOWN_WORKERS_S = 4.0
 """Where the engine has workers of its own, which it has to end first."""
@@ -50,6 +60,14 @@ _STOP_START_S = 60.0
 """An import of vLLM cannot be interrupted."""
 # vLLM's way to say that a child failed and that its output tells why
 _CHILD_FAILED = "Engine core initialization failed"
+
+
+def _freeze_heap() -> None:
+    """What vLLM and PyTorch made stays: a collection that looks at all of it stops every request
+    for tenths of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def create(settings: EngineSettings) -> "VllmEngine":
@@ -76,6 +94,10 @@ class VllmEngine:
         self._max_logprobs = 0
         self._has_tokenizer = False
         self._takes_session = False
+        self._sleep_refusal: str | None = None
+        self._has_row_limits = False
+        self._adapters: dict[str, Any] = {}
+        self._preparation: Preparation | None = None
         self._front_end = FrontEnd(self._lifeline)
         # The tests that show what the CPU repairs are for switch them off; nobody else should.
         self._cpu_repairs = True
@@ -94,7 +116,9 @@ class VllmEngine:
                 await asyncio.to_thread(self._note_belongings)
             info = self._constructing.result()
             await self._start_receivers()
+            await self._load_adapters()
             await self._front_end.start(self._llm)
+            await asyncio.to_thread(_freeze_heap)
         except EngineStartError:
             await self.shutdown()
             raise
@@ -111,6 +135,9 @@ class VllmEngine:
     def _construct(self) -> EngineInfo:
         """Everything that blocks. In a thread of its own."""
         args, front_end_args = arguments.parse(self._settings)
+        self._adapters = adapters.requests_of(
+            front_end_args.lora_modules, enabled=bool(args.enable_lora)
+        )
         if swept := leftovers.sweep_pod():
             log.warning("removed from /dev/shm what a killed engine left: %s", sorted(swept))
         (self._settings.run_dir / "ranks").mkdir(parents=True, exist_ok=True)
@@ -137,6 +164,9 @@ class VllmEngine:
         self._max_logprobs = model.max_logprobs
         self._has_tokenizer = not model.skip_tokenizer_init
         self._front_end.prepare(front_end_args, model)
+        self._sleep_refusal = sleep_refusal(model)
+        self._has_row_limits = bool(llm.vllm_config.use_v2_model_runner)
+        self._preparation = Preparation(llm, self._adapters)
         self._takes_session = "session_id" in inspect.signature(llm.generate).parameters
         return EngineInfo(
             name="vllm",
@@ -156,6 +186,18 @@ class VllmEngine:
             (str(settings.run_dir), str(settings.shm_dir), self._world),
             _CALL_S,
         )
+
+    async def _load_adapters(self) -> None:
+        """Now, and not with the first request that names one: a bad one would end the engine."""
+        for name, adapter in self._adapters.items():
+            call = self._llm.add_lora(adapter)
+            try:
+                await self._lifeline.call(call, f"load adapter {name}", _CALL_S)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                message = f"engineArgs: --lora-modules {name}: {words_of(error)}"
+                raise EngineStartError(message) from error
 
     def _start_message(self, error: Exception) -> str:
         text = words_of(error)
@@ -207,6 +249,15 @@ class VllmEngine:
         """See ``Engine``."""
         await self._lifeline.call(self._alive().is_paused(), "answer", timeout_s)
 
+    def metrics_text(self) -> bytes:
+        """See ``Engine``. Those of ``vllm:`` are there unless it runs with --disable-log-stats."""
+        if self._llm is None:
+            return b""
+        from prometheus_client import generate_latest
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        return generate_latest(get_prometheus_registry())
+
     def dead_error(self) -> str | None:
         """See ``Engine``."""
         return self._lifeline.death()
@@ -215,15 +266,18 @@ class VllmEngine:
 
     def sampling_params(self, raw: Mapping[str, Any], *, max_tokens: int) -> object:
         """See ``Engine``."""
-        config = self._alive().vllm_config
+        llm = self._alive()
+        config = llm.vllm_config
 
         def verify(made: Any) -> None:
             made.verify(  # what vLLM itself would check when the request is queued
                 config.model_config,
                 config.speculative_config,
                 config.structured_outputs_config,
-                None,  # a tokenizer, for structured outputs, which are refused
+                llm.renderer.tokenizer,
             )
+            params.check_bad_words(made, llm.renderer.tokenizer)
+            params.check_thinking(made, config)
 
         return params.build(
             raw,
@@ -231,6 +285,7 @@ class VllmEngine:
             vocab_size=self._vocab_size,
             max_logprobs=self._max_logprobs,
             has_tokenizer=self._has_tokenizer,
+            has_row_limits=self._has_row_limits,
             verify=verify,
         )
 
@@ -243,6 +298,22 @@ class VllmEngine:
         at = next(i for i, token in enumerate(token_ids) if not 0 <= token < size)
         raise InvalidTokens(
             at, f"{token_ids[at]} is no token id of this model (0 to {size - 1}); at index {at}"
+        )
+
+    async def prepare(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        lora: str | None = None,
+        media: Mapping[str, Sequence[str]] | None = None,
+        routed_experts: bool = False,
+    ) -> Prepared:
+        """See ``Engine``."""
+        self._alive()
+        if self._preparation is None:
+            raise EngineError("the engine has not started yet")
+        return await self._preparation.prepare(
+            prompt_token_ids, lora=lora, media=media, routed_experts=routed_experts
         )
 
     async def generate(
@@ -260,32 +331,62 @@ class VllmEngine:
 
         # What vLLM's renderer makes of token ids: nothing has to be awaited before it is queued.
         rendered: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt}
+        prepared = request.prepared
+        if prepared is not None and isinstance(prepared.prompt, dict):
+            generated = prompt[len(prompt) - request.num_generated :]
+            prompt = [*prepared.prompt["prompt_token_ids"], *generated]
+            rendered = {**prepared.prompt, "prompt_token_ids": prompt}
         if request.cache_salt is not None:
             rendered["cache_salt"] = request.cache_salt
         native = request.native
         if isinstance(native, Native):
             params.check(
-                native.params, vocab_size=self._vocab_size, has_tokenizer=self._has_tokenizer
+                native.params,
+                vocab_size=self._vocab_size,
+                has_tokenizer=self._has_tokenizer,
+                has_row_limits=self._has_row_limits,
             )
+            params.check_bad_words(native.params, llm.renderer.tokenizer)
             rendered, asked, options = native.prompt, native.params, native.options
             transcript = Transcript(read=native.read)
         else:
-            asked, top = params.for_output(request.params, streams=on_delta is not None)
+            given: Any = request.params
+            stops = None
+            if given.stop and request.num_generated:
+                stops = SeamStop(
+                    given,
+                    before=prompt,
+                    num_generated=request.num_generated,
+                    tokenizer=llm.renderer.tokenizer,
+                )
+            asked, top = params.for_output(
+                given, streams=on_delta is not None, stops_here=stops is not None
+            )
             options = {
                 "priority": request.priority,
                 "trace_headers": request.trace_headers or None,
             }
             if self._takes_session:
                 options["session_id"] = request.session_id
-            transcript = Transcript(top=top)
+            if prepared is not None and prepared.lora is not None:
+                options["lora_request"] = prepared.lora
+            wants_prompt = given.prompt_logprobs is not None
+            transcript = Transcript(
+                top=top,
+                prompt=len(prompt) - request.num_generated if wants_prompt else None,
+                prompt_top=given.prompt_logprobs or 0,
+                experts=prepared is not None and prepared.routed_experts,
+                stops=stops,
+            )
         try:
             async for output in llm.generate(rendered, asked, request.engine_id, **options):
-                was_cut = transcript.is_cut
+                had_ended = transcript.ends_early
                 delta = transcript.add(output)
                 if on_delta is not None and delta.token_ids:
                     on_delta(delta)
-                if transcript.is_cut and not was_cut:
-                    log.error("request %s: %s; its output is cut", request.engine_id, NON_FINITE)
+                if transcript.ends_early and not had_ended:
+                    if transcript.is_cut:
+                        log.error("request %s: %s; output cut", request.engine_id, NON_FINITE)
                     if not output.finished:
                         await self.abort(request.engine_id)
         except (EngineError, EngineDeadError):
@@ -322,7 +423,7 @@ class VllmEngine:
         if await self._lifeline.call(llm.is_paused(), "say whether it is paused", _CALL_S):
             await self._lifeline.call(llm.resume_generation(), "resume", _CALL_S)
 
-    async def clear_caches(self) -> bool:
+    async def clear_caches(self) -> CacheReport:
         """See ``Engine``."""
         llm = self._alive()
         if self._data_parallel():
@@ -331,10 +432,44 @@ class VllmEngine:
         else:
             call = llm.reset_prefix_cache()
             cleared = [await self._lifeline.call(call, "clear its prefix cache", _CALL_S)]
+        if not all(answer is True for answer in cleared):
+            return CacheReport(prefix=False, multimodal=False, encoder=False)
         # These two answer nothing and raise when they fail.
         await self._lifeline.call(llm.reset_mm_cache(), "clear its multimodal cache", _CALL_S)
         await self._lifeline.call(llm.reset_encoder_cache(), "clear its encoder cache", _CALL_S)
-        return all(answer is True for answer in cleared)
+        return CacheReport(prefix=True, multimodal=True, encoder=True)
+
+    # --- sleep ---
+
+    def sleep_refusal(self) -> str | None:
+        """See ``Engine``."""
+        return self._sleep_refusal
+
+    async def sleep(self, level: int) -> SleepReport:
+        """See ``Engine``."""
+        llm = self._alive()
+        if self._sleep_refusal is not None:
+            raise SleepUnsupported(self._sleep_refusal)
+        before = await self._free_memory()
+        await self._lifeline.call(llm.sleep(level=level), "fall asleep", _MEMORY_S)
+        return released(before, await self._free_memory())
+
+    async def wake(self, tags: frozenset[SleepTag]) -> int:
+        """See ``Engine``."""
+        llm = self._alive()
+        before = await self._free_memory()
+        names = sorted(tag.value for tag in tags)
+        await self._lifeline.call(llm.wake_up(tags=names), "wake up", _MEMORY_S)
+        # vLLM lets its scheduler go on as soon as everything is resident.
+        if not await self._lifeline.call(llm.is_paused(), "say whether it is paused", _CALL_S):
+            await self.pause()
+        after = await self._free_memory()
+        return 0 if before is None or after is None else max(0, before - after)
+
+    async def _free_memory(self) -> int | None:
+        """Of all ranks' devices together, in bytes; None on CPU."""
+        answers = await self._on_ranks("rollout_free_memory", (), _CALL_S)
+        return None if None in answers else sum(answers)
 
     # --- weights ---
 

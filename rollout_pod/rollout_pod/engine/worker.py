@@ -98,6 +98,17 @@ class RolloutWorker:
             reset()
         return report.as_dict()
 
+    def rollout_free_memory(self) -> int | None:
+        """Bytes that are free on this rank's device, whoever uses the rest; None on CPU."""
+        import torch
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cuda_alike():
+            return None
+        torch.cuda.synchronize()
+        free, _ = torch.cuda.mem_get_info()
+        return int(free)
+
     def rollout_stop_receiver(self) -> None:
         """Close the socket."""
         self._rollout_receiver.close()

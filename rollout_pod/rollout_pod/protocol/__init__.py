@@ -3,6 +3,7 @@
 Imported by all three; imports nothing but pydantic.
 """
 
+from rollout_pod.protocol.caches import CachesCleared, ClearCachesRequest
 from rollout_pod.protocol.desired import (
     BASE_VERSION,
     LOCAL_OWNER,
@@ -10,6 +11,8 @@ from rollout_pod.protocol.desired import (
     DesiredDocument,
     Interruption,
     InterruptionMode,
+    SleepSpec,
+    SleepTag,
     WeightsRef,
     WeightsSource,
 )
@@ -21,7 +24,9 @@ from rollout_pod.protocol.generate import (
     GenerateEnd,
     GenerateRequest,
     GenerateResponse,
+    MultiModalData,
     OnPause,
+    RoutedExperts,
     TokenLogProb,
     WeightVersionSpan,
 )
@@ -32,6 +37,7 @@ from rollout_pod.protocol.state import (
     GateState,
     PodPhase,
     RankState,
+    SleepState,
     StateDocument,
     UpdatePhase,
     UpdateSeconds,
@@ -55,8 +61,10 @@ __all__ = [
     "STATE_POLL_MAX_S",
     "TOKEN_HEADER",
     "URL_PATTERN",
+    "CachesCleared",
     "CancelReason",
     "ChoiceWeightVersionSpan",
+    "ClearCachesRequest",
     "DesiredDocument",
     "EngineInfo",
     "FetchProgress",
@@ -68,11 +76,16 @@ __all__ = [
     "GenerateResponse",
     "Interruption",
     "InterruptionMode",
+    "MultiModalData",
     "OnPause",
     "PodPhase",
     "Problem",
     "ProblemCode",
     "RankState",
+    "RoutedExperts",
+    "SleepSpec",
+    "SleepState",
+    "SleepTag",
     "StateDocument",
     "TokenLogProb",
     "UpdatePhase",

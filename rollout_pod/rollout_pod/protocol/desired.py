@@ -1,14 +1,13 @@
 """The desired document: all that is asked of a pod, in one JSON object."""
 
 from enum import StrEnum
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
+    field_validator,
     model_validator,
 )
 
@@ -27,14 +26,21 @@ class _Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class WeightsSource(_Document):
     """Where the weights of a version lie: a folder of safetensors files. Exactly one field is set;
     those that are not are left out of the JSON.
     """
 
-    path: Annotated[str | None, Field(min_length=1, max_length=4096)] = None
+    path: Annotated[str | None, Field(min_length=1, max_length=4096, exclude_if=_is_none)] = None
     """As the weights agent sees it."""
-    url: Annotated[str | None, Field(min_length=1, max_length=4096, pattern=URL_PATTERN)] = None
+    url: Annotated[
+        str | None,
+        Field(min_length=1, max_length=4096, pattern=URL_PATTERN, exclude_if=_is_none),
+    ] = None
     """Credentials are the agent's, and never part of it."""
 
     @property
@@ -48,10 +54,6 @@ class WeightsSource(_Document):
             raise ValueError("source: set exactly one of path and url")
         return self
 
-    @model_serializer(mode="wrap")
-    def _only_what_is_set(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in write(self).items() if value is not None}
-
 
 class WeightsRef(_Document):
     """One version and where to get it.
@@ -61,7 +63,7 @@ class WeightsRef(_Document):
     """
 
     version: Annotated[str, Field(min_length=1, max_length=253)]
-    step: Annotated[int | None, Field(ge=0)] = None
+    step: Annotated[int | None, Field(strict=True, ge=0)] = None
     source: WeightsSource | None = None
     """None only for ``base``, the model's own checkpoint."""
 
@@ -91,22 +93,47 @@ class Interruption(_Document):
     """What a pause or an update does to requests in flight, and how long that may take."""
 
     mode: InterruptionMode = InterruptionMode.ABORT
-    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    timeout_s: Annotated[float, Field(strict=True, gt=0, le=3600)] = 60.0
+
+
+class SleepTag(StrEnum):
+    """A part of the engine's memory that can be released and taken back."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+class SleepSpec(_Document):
+    """What of the engine's memory stays released. To wake a part is to name it no longer."""
+
+    level: Literal[1, 2] = 1
+    """Of the weights: 1 moves them to host memory, 2 drops them (a complete update brings them
+    back). What the KV cache holds is dropped at either level."""
+    tags: Annotated[tuple[SleepTag, ...], Field(min_length=1, max_length=2)] = tuple(SleepTag)
+
+    @field_validator("tags")
+    @classmethod
+    def _each_once(cls, tags: tuple[SleepTag, ...]) -> tuple[SleepTag, ...]:
+        if len(set(tags)) != len(tags):
+            raise ValueError("name each tag once: weights, kv_cache or both")
+        return tuple(tag for tag in SleepTag if tag in tags)
 
 
 class DesiredDocument(_Document):
     """What a pod has to become. Fenced by ``owner`` and ``generation``."""
 
     owner: Annotated[str, Field(min_length=1, max_length=253)]
-    generation: Annotated[int, Field(ge=0)]
-    paused: bool = False
+    generation: Annotated[int, Field(strict=True, ge=0)]
+    paused: Annotated[bool, Field(strict=True)] = False
     weights: WeightsRef | None = None
     """None asks for the model's own checkpoint, ``base``."""
     fallback: WeightsRef | None = None
     """The version that this replica committed last; None for a new one."""
     interruption: Interruption = Interruption()
-    bucket_bytes: Annotated[int, Field(ge=1 << 12, le=1 << 34)] = 256 << 20
-    update_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
-    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    sleep: SleepSpec | None = None
+    """None keeps all memory resident. While anything is released nothing is generated."""
+    bucket_bytes: Annotated[int, Field(strict=True, ge=1 << 12, le=1 << 34)] = 256 << 20
+    update_timeout_s: Annotated[float, Field(strict=True, gt=0, le=86400)] = 600.0
+    max_attempts: Annotated[int, Field(strict=True, ge=1, le=100)] = 3
     """Failures after the gate closed, before a version is rejected."""
     transport: Literal["auto", "shared_memory"] = "auto"

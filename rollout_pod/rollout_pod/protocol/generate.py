@@ -38,9 +38,24 @@ class CancelReason(StrEnum):
     """The gate was closed when the request came: the engine never saw it."""
     PAUSED = "paused"
     UPDATING = "updating"
+    SLEEPING = "sleeping"
+    """The engine's memory was released: it may take long until this pod generates again."""
     CANCELLED = "cancelled"
     """By the caller."""
     DRAINING = "draining"
+
+
+MediaUrl = Annotated[str, Field(min_length=1)]
+"""``https://``, ``http://`` or ``data:...;base64,``; ``file://`` where the engine allows it."""
+
+
+class MultiModalData(BaseModel):
+    """Images and videos, in the order of their placeholders in the prompt."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    image: Annotated[list[MediaUrl], Field(max_length=1024)] = []
+    video: Annotated[list[MediaUrl], Field(max_length=1024)] = []
 
 
 class GenerateRequest(BaseModel):
@@ -54,15 +69,23 @@ class GenerateRequest(BaseModel):
     """What earlier attempts generated; counts against ``max_tokens``."""
     sampling_params: dict[str, Any] = {}
     """vLLM's names. ``max_tokens`` is the budget of the whole rollout, over all attempts."""
-    attempt: Annotated[int, Field(ge=1, le=1 << 31)] = 1
+    attempt: Annotated[int, Field(strict=True, ge=1, le=1 << 31)] = 1
     """The caller's count, echoed."""
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    """The sticky key of a conversation or a group of samples, apart from ``request_id``."""
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
-    stream: bool = False
+    lora: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    """The name of an adapter that the engine was started with."""
+    multi_modal_data: MultiModalData | None = None
+    """The prompt holds a placeholder for each, as a chat template writes it; expanded here. All
+    attempts send the same prompt and the same data.
+    """
+    return_routed_experts: Annotated[bool, Field(strict=True)] = False
+    priority: Annotated[int, Field(strict=True, ge=-(1 << 31), lt=1 << 31)] = 0
+    stream: Annotated[bool, Field(strict=True)] = False
     """Answer by server-sent events: ``delta`` events, then one ``end`` (or ``error``)."""
     on_pause: OnPause = OnPause.RETURN
-    timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    timeout_s: Annotated[float, Field(strict=True, gt=0, le=86400)] = 600.0
     """How long a parked request waits for the gate."""
 
 
@@ -93,6 +116,22 @@ class TokenLogProb(BaseModel):
     rank: int
 
 
+class RoutedExperts(BaseModel):
+    """Which experts each token went to: an array ``[tokens, layers, experts per token]``, C order.
+
+    Its first row is the prompt's first token (or that of ``routed_experts_prompt_start``), its last
+    one the last token that was an input of the model.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    shape: tuple[int, int, int]
+    dtype: str
+    """NumPy's name, of unsigned or signed integers in little-endian order: ``uint8``, ``int16``."""
+    data: str
+    """Base64."""
+
+
 class GenerateResponse(BaseModel):
     """The tokens of this attempt (not of earlier ones), with one log-prob for each."""
 
@@ -114,6 +153,14 @@ class GenerateResponse(BaseModel):
     num_cached_tokens: int
     top_log_probs: list[list[TokenLogProb]] | None = None
     """The k most likely tokens at each position, where ``logprobs: k`` asks for them."""
+    prompt_log_probs: list[list[TokenLogProb] | None] | None = None
+    """One entry for each token of the prompt, where ``prompt_logprobs: k`` asks for them: that
+    token's own first, then the k most likely ones besides it. Null for the first token, which
+    nothing predicts, and where the engine gave no finite number. None at all in an answer that
+    was cut before the prompt was done.
+    """
+    routed_experts: RoutedExperts | None = None
+    """Where ``return_routed_experts`` asks for them; null in an answer without tokens."""
 
 
 class GenerateDelta(BaseModel):
@@ -125,7 +172,7 @@ class GenerateDelta(BaseModel):
     log_probs: list[float]
     version: str
     """The weight version that sampled them."""
-    step: int | None
+    step: int | None = None
     top_log_probs: list[list[TokenLogProb]] | None = None
 
 
@@ -145,3 +192,5 @@ class GenerateEnd(BaseModel):
     attempt: int
     generation: int
     num_cached_tokens: int
+    prompt_log_probs: list[list[TokenLogProb] | None] | None = None
+    routed_experts: RoutedExperts | None = None

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
-from rollout_pod.protocol.desired import WeightsRef
+from rollout_pod.protocol.desired import SleepTag, WeightsRef
 
 
 class PodPhase(StrEnum):
@@ -21,6 +21,8 @@ class PodPhase(StrEnum):
     PAUSED = "Paused"
     """The engine holds no request, and every caller has its partial."""
     SERVING = "Serving"
+    SLEEPING = "Sleeping"
+    """The gate is closed, and memory of the engine is released (``sleep`` says what of it)."""
     POISONED = "Poisoned"
     """An update failed after its first byte: nothing is served until a complete one commits."""
     DRAINING = "Draining"
@@ -107,6 +109,19 @@ class RankState(_Document):
     weight_version: str | None
 
 
+class SleepState(_Document):
+    """How the engine sleeps, and whether that released any memory."""
+
+    level: int
+    tags: tuple[SleepTag, ...]
+    """What sleeps. Empty where the engine refuses to: ``message`` says why, and it serves on."""
+    released: bool
+    """Whether memory was really released. Never on CPU."""
+    bytes: int = 0
+    """Of device memory that are released now, over all ranks, as measured."""
+    message: str = ""
+
+
 class EngineInfo(_Document):
     """What runs inside the pod."""
 
@@ -137,6 +152,10 @@ class StateDocument(_Document):
     """What ``/readyz`` answers."""
     unfinished: int
     """Requests in the engine; makes no revision."""
+    resident: tuple[SleepTag, ...] = tuple(SleepTag)
+    """The parts of the engine's memory that are not released."""
+    sleep: SleepState | None = None
+    """None where nothing sleeps and nothing is asked to."""
     committed: WeightsRef | None = None
     """The committed version with its source; None where there is none."""
     rejected: WeightsRef | None = None

@@ -1,12 +1,13 @@
 """The bearer token of the admin port, read anew when its file changes."""
 
 import hmac
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from fastapi import HTTPException, Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout_pod.protocol import TOKEN_HEADER
+from rollout_pod.protocol import TOKEN_HEADER, ProblemCode
+from rollout_pod.server.problems import problem_response
 
 
 class Tokens:
@@ -27,19 +28,30 @@ class Tokens:
             return b""
 
 
-def require_token(tokens: Tokens) -> Callable[[Request], Awaitable[None]]:
-    """A dependency that answers 401 unless the request carries a token."""
+class RequireToken:
+    """ASGI middleware: answers 401 unless the request carries a token, whatever else it is."""
 
-    async def check(request: Request) -> None:
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        offered = request.headers.get(TOKEN_HEADER) or (
+    def __init__(self, app: ASGIApp, *, tokens: Tokens) -> None:
+        self._app = app
+        self._tokens = tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it pass, or not."""
+        passes = scope["type"] == "lifespan" or self._accepts(scope)
+        await (self._app if passes else _unauthorized())(scope, receive, send)
+
+    def _accepts(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        offered = headers.get(TOKEN_HEADER) or (
             bearer.strip() if scheme.lower() == "bearer" else ""
         )
-        if not offered or not tokens.accepts(offered):
-            raise HTTPException(
-                401,
-                f"give the pod's token as 'Authorization: Bearer' or '{TOKEN_HEADER}'",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+        return bool(offered) and self._tokens.accepts(offered)
 
-    return check
+
+def _unauthorized() -> ASGIApp:
+    detail = f"give the pod's token as 'Authorization: Bearer' or '{TOKEN_HEADER}'"
+    return problem_response(
+        401, ProblemCode.UNAUTHORIZED, "Unauthorized", detail,
+        headers={"WWW-Authenticate": "Bearer"},
+    )  # fmt: skip

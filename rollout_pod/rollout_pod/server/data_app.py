@@ -1,17 +1,22 @@
 """The data port: generation, probes, metrics."""
 
+import asyncio
 from contextlib import suppress
+from typing import Any, Literal
 
+import msgspec
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from rollout_pod import __version__
 from rollout_pod.generation import Generation
-from rollout_pod.protocol import GenerateRequest, GenerateResponse, ProblemCode
+from rollout_pod.protocol import CancelReason, GenerateRequest, GenerateResponse, ProblemCode
 from rollout_pod.server.body_limit import BodyLimit
 from rollout_pod.server.openai import openai_routes
 from rollout_pod.server.problems import install_problems, problem_of, problem_response
+from rollout_pod.server.schema import SCHEMA_PATH, STREAM, problems, schema_of
 from rollout_pod.server.streaming import Stream, Streams
 from rollout_pod.supervisor.supervisor import Supervisor
 
@@ -19,6 +24,12 @@ BODY_LIMIT = 64 << 20
 """Bytes; a prompt of four million token ids fits."""
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+class Probe(BaseModel):
+    """The answer of a probe that succeeds."""
+
+    status: Literal["ok"] = "ok"
 
 
 def make_data_app(supervisor: Supervisor) -> FastAPI:
@@ -29,11 +40,12 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         strict_content_type=False,
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,
         routes=openai_routes(supervisor),
     )
-    install_problems(app)
-    app.add_middleware(BodyLimit, limit=BODY_LIMIT)
     metrics = supervisor.metrics
+    install_problems(app, on_refused=metrics.refused)
+    app.add_middleware(BodyLimit, limit=BODY_LIMIT)
 
     def max_model_len() -> int:
         info = supervisor.board.state.info
@@ -62,15 +74,22 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         except Exception as error:
             metrics.answered(problem_of(error).code)
             raise
+        if answer.cancel_reason is CancelReason.REFUSED:
+            metrics.refused(supervisor.gate.closed_for or CancelReason.PAUSED)
         metrics.answered(
             answer.cancel_reason or answer.finish_reason,
             tokens=len(answer.token_ids),
             cut=answer.is_cancel,
+            versions=len({span.version for span in answer.weight_versions}),
         )
         return answer
 
-    @app.post("/v1/rollout/generate", response_model=GenerateResponse)
-    async def generate(body: GenerateRequest, request: Request) -> GenerateResponse | Response:
+    @app.post(
+        "/v1/rollout/generate",
+        response_model=GenerateResponse,
+        responses=STREAM | problems(400, 409, 413, 422, 500, 503),
+    )
+    async def generate(body: GenerateRequest, request: Request) -> Response:
         """Generate until the rollout ends or is cut; a cut one returns its partial.
 
         With ``stream: true`` the answer is ``text/event-stream``: ``delta`` events, then one
@@ -78,9 +97,9 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         """
         if body.stream:
             return await streams.respond(lambda stream: run(body, request, stream))
-        return await run(body, request)
+        return _answered(await run(body, request))
 
-    @app.delete("/v1/rollout/requests/{request_id}")
+    @app.delete("/v1/rollout/requests/{request_id}", responses=problems(404, 422, 500, 503))
     async def cancel(request_id: str) -> GenerateResponse:
         """Cut one request. Its own caller gets the same partial; 404 if it is not alive."""
         answer = await generation.cancel(request_id)
@@ -88,31 +107,46 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
             raise HTTPException(404, "no request of this id is alive")
         return answer
 
-    @app.get("/startupz")
+    @app.get("/startupz", response_model=Probe, responses=problems(503))
     async def startupz() -> Response:
         """200 once the engine has started."""
         return _probe("the engine is starting" if not supervisor.is_started else None)
 
-    @app.get("/readyz")
+    @app.get("/readyz", response_model=Probe, responses=problems(503))
     async def readyz() -> Response:
         """200 while a version is committed; pauses and updates do not change it."""
         phase = supervisor.board.document().phase
         return _probe(None if supervisor.is_ready else f"phase {phase}")
 
-    @app.get("/healthz")
+    @app.get("/healthz", response_model=Probe, responses=problems(503))
     async def healthz() -> Response:
         """200 unless the engine is dead: paused, updating and starting pods are alive."""
         return _probe(supervisor.liveness_error())
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=problems(500))
     async def metrics_text() -> Response:
-        """Prometheus' text format."""
-        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
+        """The pod's own metrics and the engine's, in Prometheus' text format."""
+        # the engine has hundreds of them: not on the loop's thread
+        text = metrics.text() + await asyncio.to_thread(supervisor.engine.metrics_text)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    @app.get(SCHEMA_PATH, include_in_schema=False)
+    async def schema() -> dict[str, Any]:
+        """This port's OpenAPI document, without the engine's own routes."""
+        return schema_of(app, needs_token=False)
 
     return app
 
 
+def _answered(answer: GenerateResponse) -> Response:
+    """Written by msgspec from values that were checked when they were made: pydantic and FastAPI
+    would check every token twice more, which a cancel of many requests waits for.
+    """
+    body = msgspec.json.encode(answer.__dict__, enc_hook=lambda model: model.__dict__)
+    return Response(body, media_type="application/json")
+
+
 def _probe(error: str | None) -> Response:
     if error is None:
-        return JSONResponse({"status": "ok"})
+        return JSONResponse(Probe().model_dump())
     return problem_response(503, ProblemCode.NOT_READY, "Not ready", error)

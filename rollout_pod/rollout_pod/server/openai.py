@@ -84,8 +84,12 @@ class _Endpoint:
                 await respond(problem_of(call.error or error))(scope, receive, send)
         finally:
             CALL.reset(token)
+            call.leave()
             if call.error is not None:
-                supervisor.metrics.answered(problem_of(call.error).code)
+                problem = problem_of(call.error)
+                supervisor.metrics.answered(problem.code)
+                if problem.status != 500:
+                    supervisor.metrics.refused(problem.code)
 
     def _call(self, headers: Headers) -> GatedCall:
         on_pause = headers.get(ON_PAUSE_HEADER, OnPause.WAIT)
@@ -104,7 +108,8 @@ class _Endpoint:
             self._supervisor.gate,
             returns_partials=on_pause == OnPause.RETURN,
             timeout_s=timeout_s,
-            on_answered=lambda reason, tokens, cut: metrics.answered(
-                reason, tokens=tokens, cut=cut
+            on_answered=lambda reason, tokens, cut, versions: metrics.answered(
+                reason, tokens=tokens, cut=cut, versions=versions
             ),
+            on_refused=metrics.refused,
         )

@@ -1,12 +1,15 @@
 """What the pod adds to an answer of the engine's OpenAI server, on its way out.
 
 Weight versions go into a field of their own; an error of the pod's (paused too long, draining) is
-answered as a problem, where nothing has been sent yet.
+answered as a problem, where nothing has been sent yet. A reader whose socket takes nothing for
+``SEND_TIMEOUT_S`` is cut, as one of the pod's own streams is.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
+from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Send
@@ -14,6 +17,7 @@ from starlette.types import Message, Send
 from rollout_pod.openai_call import GatedCall
 from rollout_pod.protocol import ChoiceWeightVersionSpan
 from rollout_pod.server.problems import problem_of, respond
+from rollout_pod.server.streaming import SEND_TIMEOUT_S
 
 _UNAVAILABLE = 503
 _FINISHES = re.compile(rb'"finish_reason":\s*"')
@@ -32,7 +36,7 @@ class Answer:
     """
 
     def __init__(self, send: Send, call: GatedCall, *, models_at: str | None) -> None:
-        self._send = send
+        self._send_on = send
         self._call = call
         self._models_at = models_at
         self._start: Message | None = None
@@ -68,6 +72,11 @@ class Answer:
             await self._begin()
             await self._send(message)
 
+    async def _send(self, message: Message) -> None:
+        """Raises ``TimeoutError`` where the reader's socket takes nothing for too long."""
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await self._send_on(message)
+
     async def _begin(self) -> None:
         if not self.is_begun and self._start is not None:
             self.is_begun = True
@@ -90,7 +99,10 @@ class Answer:
         return MutableHeaders(raw=self._start["headers"]).get("content-type", "").split(";")[0]
 
     def _document(self, body: bytes) -> bytes:
-        if self._start is None or self._start["status"] != 200 or not body.endswith(b"}"):
+        status = self._start["status"] if self._start else 0
+        if status >= 400:
+            return _in_openais_form(body, status)
+        if status != 200 or not body.endswith(b"}"):
             return body
         spans = self._call.spans()
         if spans:
@@ -119,6 +131,19 @@ class Answer:
         if _NO_CHOICES.search(data):  # the usage, after all of them
             return _DATA + _with_spans(data, self._call.spans())
         return event
+
+
+def _in_openais_form(body: bytes, status: int) -> bytes:
+    """An error that the framework below vLLM's server made by itself (a body that is no text)."""
+    try:
+        told = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(told, dict) or set(told) != {"detail"}:
+        return body
+    kind = HTTPStatus(status).phrase
+    error = {"message": str(told["detail"]), "type": kind, "param": None, "code": status}
+    return json.dumps({"error": error}).encode()
 
 
 def _with_spans(document: bytes, spans: Sequence[ChoiceWeightVersionSpan]) -> bytes:

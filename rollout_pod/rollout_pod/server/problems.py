@@ -1,7 +1,7 @@
 """Every error as ``application/problem+json`` with a stable code."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -9,18 +9,21 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from rollout_pod.engine.base import (
     EngineDeadError,
     EngineError,
     EngineInternalError,
+    InvalidField,
     InvalidSamplingParams,
 )
 from rollout_pod.engine.front_end import NoFrontEnd
 from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotReady
-from rollout_pod.generation import InvalidField, PromptTooLong
+from rollout_pod.generation import PromptTooLong
 from rollout_pod.protocol import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.problem import FieldError
+from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
 from rollout_pod.supervisor.supervisor import Fenced, PreconditionFailed
 
 log = structlog.get_logger(__name__)
@@ -77,6 +80,9 @@ _KNOWN: Mapping[type, tuple[int, ProblemCode, str, str]] = {
     Fenced: (409, ProblemCode.FENCED, "Fenced", ""),
     PreconditionFailed: (412, ProblemCode.PRECONDITION_FAILED, "Precondition failed", ""),
     NoFrontEnd: (501, ProblemCode.NOT_SUPPORTED, "No OpenAI routes", ""),
+    EngineNotUp: (503, ProblemCode.NOT_READY, "Not ready", ""),
+    EngineAsleep: (409, ProblemCode.ASLEEP, "Asleep", ""),
+    CachesInUse: (503, ProblemCode.CACHE_IN_USE, "Caches in use", ""),
     EngineError: (400, ProblemCode.ENGINE_ERROR, "Refused by the engine", ""),
     EngineInternalError: (500, ProblemCode.ENGINE_ERROR, "The engine failed", ""),
     EngineDeadError: (503, ProblemCode.NOT_READY, "Engine dead", "the engine is dead; it restarts"),
@@ -111,6 +117,18 @@ def problem_of(error: BaseException) -> Problem:
     )
 
 
+def _methods_of(request: Request) -> str:
+    """All that the path knows: Starlette names those of its first route only."""
+    return ", ".join(
+        sorted(
+            method
+            for route in request.app.routes
+            if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+            for method in route.methods or ()
+        )
+    )
+
+
 _HTTP_CODES = {
     400: ProblemCode.INVALID_JSON,
     401: ProblemCode.UNAUTHORIZED,
@@ -120,18 +138,29 @@ _HTTP_CODES = {
 }
 
 
-def install_problems(app: FastAPI) -> None:
-    """Turn every exception that a handler may raise into a problem."""
+def install_problems(app: FastAPI, *, on_refused: Callable[[str], None] | None = None) -> None:
+    """Turn every exception that a handler may raise into a problem.
+
+    Args:
+        app: The app.
+        on_refused: Told the code of a problem with the request, or with its moment.
+    """
+    refused = on_refused or (lambda _: None)
 
     async def known(_: Request, error: Exception) -> Response:
-        return respond(problem_of(error))
+        problem = problem_of(error)
+        if problem.status != 500:
+            refused(problem.code)
+        return respond(problem)
 
     async def invalid(_: Request, error: Exception) -> Response:
         errors = list(error.errors()) if isinstance(error, RequestValidationError) else []
         if any(e.get("type") == "json_invalid" for e in errors):
+            refused(ProblemCode.INVALID_JSON)
             return problem_response(
                 400, ProblemCode.INVALID_JSON, "Invalid JSON", "the body is not valid JSON"
             )
+        refused(ProblemCode.INVALID_FIELD)
         fields = [
             FieldError(field=".".join(str(p) for p in e["loc"][1:]) or "body", message=e["msg"])
             for e in errors
@@ -141,12 +170,16 @@ def install_problems(app: FastAPI) -> None:
             422, ProblemCode.INVALID_FIELD, "Invalid field", detail, errors=fields
         )
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
             raise error
         code = _HTTP_CODES.get(error.status_code, ProblemCode.INTERNAL)
+        refused(code)
+        headers = error.headers
+        if error.status_code == 405:
+            headers = {**(headers or {}), "Allow": _methods_of(request)}
         return problem_response(
-            error.status_code, code, str(error.detail), str(error.detail), headers=error.headers
+            error.status_code, code, str(error.detail), str(error.detail), headers=headers
         )
 
     async def unexpected(request: Request, error: Exception) -> Response:

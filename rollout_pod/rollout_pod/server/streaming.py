@@ -6,6 +6,7 @@ is aborted in the engine, and it has what it received.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
@@ -20,6 +21,9 @@ from rollout_pod.server.problems import problem_of
 
 HEARTBEAT_S: Final = 10
 SEND_TIMEOUT_S: Final = 30.0
+COALESCE_S: Final = 0.05
+"""Tokens that come within this after an event go out together, in the next one. The first token
+of a rollout and its end never wait."""
 
 Generate = Callable[["Stream"], Awaitable[GenerateResponse]]
 
@@ -33,6 +37,7 @@ class Stream:
     _admitted: asyncio.Event = field(default_factory=asyncio.Event)
     _waiting: list[tuple[EngineDelta, WeightsRef]] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_admit(self, _: Admission) -> None:
         """It passed the gate."""
@@ -73,7 +78,7 @@ class Stream:
 
     async def events(self, task: asyncio.Task[GenerateResponse]) -> AsyncIterator[ServerSentEvent]:
         """All events. Closing this iterator cuts the rollout."""
-        task.add_done_callback(lambda _: self._news.set())
+        task.add_done_callback(self._end)
         count = 0
         try:
             while True:
@@ -85,9 +90,16 @@ class Stream:
                     yield ServerSentEvent(delta.model_dump_json(exclude_none=True), event="delta")
                 if is_last:
                     break
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(COALESCE_S):
+                        await self._ended.wait()
             yield _last(task, count)
         finally:
             self.cut.set()
+
+    def _end(self, _: asyncio.Task[GenerateResponse]) -> None:
+        self._ended.set()
+        self._news.set()
 
 
 def _merged(deltas: list[EngineDelta], weights: WeightsRef) -> GenerateDelta:

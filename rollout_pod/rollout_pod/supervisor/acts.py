@@ -11,10 +11,20 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from rollout_pod.engine.base import Engine, EngineDeadError, EngineError, RankReport
+from rollout_pod.engine.base import (
+    Engine,
+    EngineDeadError,
+    EngineError,
+    RankReport,
+)
 from rollout_pod.gate import CancelTimeout, Gate
 from rollout_pod.metrics import PodMetrics
-from rollout_pod.protocol import CancelReason, InterruptionMode, UpdatePhase, WeightsRef
+from rollout_pod.protocol import (
+    CancelReason,
+    InterruptionMode,
+    UpdatePhase,
+    WeightsRef,
+)
 from rollout_pod.supervisor.board import Board
 from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.staging import Staging, update_news
@@ -54,6 +64,7 @@ class Acts:
             engine=EngineStatus.UP,
             info=info,
             loaded=BASE,
+            sleep_refusal=self.engine.sleep_refusal(),
             ranks=tuple((rank, "") for rank in range(info.world_size)),
         )
 
@@ -69,6 +80,8 @@ class Acts:
         update = self.board.state.update
         if reason is CancelReason.UPDATING and update and update.phase is UpdatePhase.STAGED:
             update = update_news(self.board, phase=UpdatePhase.CANCELLING)
+        elif reason is CancelReason.SLEEPING and update and update.phase is UpdatePhase.CANCELLING:
+            update = update_news(self.board, phase=UpdatePhase.STAGED)  # it has to wait
         self.board.change(gate_open=False, closed_for=reason, update=update)
         log.info("gate closed", reason=reason)
 
@@ -168,19 +181,21 @@ class Acts:
         return problems
 
     async def clear_caches(self) -> None:
-        """Clear every cache, or fail the update."""
-        ref = self.board.state.loaded
+        """Clear every cache, or fail the update. Without one nothing is left but a restart."""
+        ref, committed = self.board.state.loaded, self.board.state.committed
         if ref is None:
             raise RuntimeError("caches are cleared after a complete load")
         for _ in range(_CLEAR_ATTEMPTS):
             with suppress(EngineError):  # tried again, as a False is
-                if await self.engine.clear_caches():
+                if (await self.engine.clear_caches()).is_complete:
                     self.board.change(caches_clear=True)
                     return
             await asyncio.sleep(_CLEAR_PAUSE_S)
-        await self._fail_update(
-            ref, f"a cache could not be cleared in {_CLEAR_ATTEMPTS} attempts", restore=None
-        )
+        message = f"a cache could not be cleared in {_CLEAR_ATTEMPTS} attempts"
+        if committed is not None and committed.version == ref.version:
+            self.fail_engine(message)
+        else:
+            await self._fail_update(ref, message, restore=None)
 
     async def commit(self, ref: WeightsRef) -> None:
         """Publish ``ref``. The record is written first: a pod that dies in between serves, when

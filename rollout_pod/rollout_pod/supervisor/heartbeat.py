@@ -1,7 +1,8 @@
 """The heartbeat: an engine whose loop does not answer is dead, even if its process lives.
 
-Paused, sleeping and compiling engines answer between two steps. While weights are loaded, calls
-wait behind the load: the load has a deadline of its own, and the heartbeat rests.
+Paused, sleeping and compiling engines answer between two steps. While weights are loaded, or
+memory is released or taken back, calls wait behind that: it has a deadline of its own, and the
+heartbeat rests.
 """
 
 import asyncio
@@ -46,4 +47,4 @@ class Heartbeat:
 
 
 def _beats(state: PodState) -> bool:
-    return state.engine is EngineStatus.UP and not state.transferring
+    return state.engine is EngineStatus.UP and not state.transferring and not state.resizing

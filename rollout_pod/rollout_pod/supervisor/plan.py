@@ -7,12 +7,19 @@ that was killed in between all end in the same place.
 
 from dataclasses import dataclass
 
-from rollout_pod.protocol import CancelReason, DesiredDocument, InterruptionMode, WeightsRef
+from rollout_pod.protocol import (
+    CancelReason,
+    DesiredDocument,
+    InterruptionMode,
+    SleepTag,
+    WeightsRef,
+)
 from rollout_pod.supervisor.state import (
     EngineStatus,
     PodState,
     StageStatus,
     fallback_weights,
+    wanted_sleep,
     wanted_weights,
 )
 
@@ -86,6 +93,22 @@ class OpenGate:
 
 
 @dataclass(frozen=True)
+class Sleep:
+    """Release weights and KV cache, which an engine can only do together. ``Wake`` gives back
+    what has to stay.
+    """
+
+    level: int
+
+
+@dataclass(frozen=True)
+class Wake:
+    """Take released memory back."""
+
+    tags: frozenset[SleepTag]
+
+
+@dataclass(frozen=True)
 class Drain:
     """Refuse new requests, let those in flight go on for a while, then cut them."""
 
@@ -106,7 +129,7 @@ class Wait:
 
 Step = (
     Load | Prefetch | GiveUp | CloseGate | Cancel | Transfer | ClearCaches | Commit | Relabel
-    | OpenGate | Drain | Restart | Wait
+    | OpenGate | Sleep | Wake | Drain | Restart | Wait
 )  # fmt: skip
 
 
@@ -125,12 +148,12 @@ def choose_target(desired: DesiredDocument, state: PodState, now: float) -> Weig
     fallback = fallback_weights(desired, state)
     if fallback is None or fallback.version == wanted.version:
         return wanted
+    if is_rejected:
+        return fallback
     stage = state.stage
-    if is_rejected or (
-        stage is not None and stage.ref == fallback and stage.status is not StageStatus.FAILED
-    ):
-        return fallback  # on its way already: a retry of the wanted version must not chase it off
     failures, retry_at = state.stage_failure_of(wanted)
+    if failures and stage and stage.ref == fallback and stage.status is not StageStatus.FAILED:
+        return fallback  # on its way already: a retry of the wanted version must not chase it off
     if failures and now < retry_at:
         # both may be failing: then whichever is due next
         fallback_failures, fallback_retry_at = state.stage_failure_of(fallback)
@@ -153,15 +176,15 @@ def next_step(desired: DesiredDocument | None, state: PodState, now: float) -> S
     if state.poisoned and state.kept:
         return Cancel()  # they would go on under weights that nobody knows
     target = choose_target(desired, state, now)
-    if state.poisoned:
+    if state.poisoned and not state.weights_asleep:
         failures = state.load_failures_of(target)
         if failures >= desired.max_attempts:
             # nothing else is left to try in this process
             return Restart(f"{target.version} failed {failures} times")
 
-    unfinished = _finish_load(desired, state, target)
-    if unfinished is not None:
-        return unfinished
+    step = _finish_load(state, target) or _sleep(desired, state)
+    if step is not None:
+        return step
 
     until: float | None = None
     if state.poisoned or state.committed is None or state.committed.version != target.version:
@@ -176,16 +199,14 @@ def next_step(desired: DesiredDocument | None, state: PodState, now: float) -> S
     return _gate(desired, state) or Wait(until)
 
 
-def _finish_load(
-    desired: DesiredDocument, state: PodState, target: WeightsRef
-) -> ClearCaches | Commit | CloseGate | Cancel | None:
+def _finish_load(state: PodState, target: WeightsRef) -> ClearCaches | Commit | None:
     """What the ranks hold, complete and verified, is committed before anything else is begun.
 
     What the boot loaded is committed only if somebody wants it: it may be older than what this
     replica served.
     """
     loaded = state.loaded
-    if loaded is None or state.poisoned:
+    if loaded is None or state.poisoned or state.weights_asleep:
         return None
     if state.committed is not None and state.committed.version == loaded.version:
         return None
@@ -198,6 +219,41 @@ def _finish_load(
     return Commit(loaded)
 
 
+def _sleep(desired: DesiredDocument, state: PodState) -> Step | None:
+    """The next step to what has to be resident, and nothing else; None where that is so already.
+
+    A deeper sleep than the one asked for will do: what level 2 dropped is lost anyway. For all
+    that has to be released beyond what is, the engine wakes first, since it falls asleep only as a
+    whole. Weights that are not to stay asleep are never dropped.
+    """
+    wish = wanted_sleep(desired, state)
+    wanted = frozenset(wish.tags) if wish else frozenset()
+    is_too_light = (
+        wish is not None
+        and state.sleep is not None
+        and SleepTag.WEIGHTS in wanted & state.asleep
+        and state.sleep.level < wish.level
+    )
+    if wanted <= state.asleep and not is_too_light:
+        surplus = state.asleep - wanted
+        return Wake(surplus) if surplus else None
+    if state.asleep:
+        return Wake(state.asleep)
+    return _at_rest(desired, state) or Sleep(
+        wish.level if wish and SleepTag.WEIGHTS in wanted else 1
+    )
+
+
+def _at_rest(desired: DesiredDocument, state: PodState) -> CloseGate | Cancel | None:
+    """The steps to an engine that may fall asleep: it keeps no request, whatever the mode."""
+    if state.gate_open or state.closed_for is not CancelReason.SLEEPING:
+        return CloseGate(CancelReason.SLEEPING)
+    if not state.idle:
+        drains = desired.interruption.mode is InterruptionMode.DRAIN
+        return Cancel(InterruptionMode.DRAIN) if drains else Cancel()
+    return Cancel() if state.kept else None
+
+
 def _towards(desired: DesiredDocument, target: WeightsRef, state: PodState, now: float) -> Step:
     """The next step of an update; ``Wait`` where the agent is at work or a retry is not due."""
     stage = state.stage
@@ -206,7 +262,7 @@ def _towards(desired: DesiredDocument, target: WeightsRef, state: PodState, now:
         if failures and now < retry_at:
             return Wait(retry_at)
         return Prefetch(target)
-    if stage.status is StageStatus.RUNNING:
+    if stage.status is StageStatus.RUNNING or state.weights_asleep:
         return Wait()
     return _closed(desired, state, CancelReason.UPDATING) or Transfer(
         target, stage.session, flush=state.poisoned
@@ -214,12 +270,17 @@ def _towards(desired: DesiredDocument, target: WeightsRef, state: PodState, now:
 
 
 def _gate(desired: DesiredDocument, state: PodState) -> Step | None:
-    """Pause or serve; None where that is so already."""
+    """Sleep, pause or serve; None where that is so already."""
+    if state.asleep:
+        is_told = state.closed_for is CancelReason.SLEEPING
+        return None if is_told else CloseGate(CancelReason.SLEEPING)
     if state.poisoned or state.committed is None:
         return _closed(desired, state, CancelReason.UPDATING)
     if desired.paused:
         return _closed(desired, state, CancelReason.PAUSED)
-    return None if state.gate_open else OpenGate()
+    if state.gate_open:
+        return None
+    return OpenGate() if state.caches_clear else ClearCaches()
 
 
 def _closed(

@@ -6,6 +6,8 @@ from rollout_pod.protocol import (
     DesiredDocument,
     GateState,
     RankState,
+    SleepState,
+    SleepTag,
     StateDocument,
     UpdatePhase,
     UpdateSeconds,
@@ -22,11 +24,41 @@ COUNTERS: Mapping[str, bool | set[str]] = {
 """Fields whose change makes no new revision."""
 
 
+WAITS_FOR_WAKE = (
+    "waits until the weights wake: ask for no sleep, or for tags without weights; all is at hand"
+)
+"""Of an update that finds the weights asleep."""
+
+
 def held_weights(state: PodState) -> WeightsRef | None:
     """The version that every rank holds now and that is committed."""
     if state.committed is None or state.loaded is None or state.transferring or state.poisoned:
         return None
     return state.committed if state.loaded.version == state.committed.version else None
+
+
+def sleep_of(state: PodState, desired: DesiredDocument | None) -> SleepState | None:
+    """How the engine sleeps, or why it does not although it is asked to."""
+    if state.sleep is not None or state.sleep_refusal is None:
+        return state.sleep
+    if desired is None or desired.sleep is None:
+        return None
+    return SleepState(
+        level=desired.sleep.level, tags=(), released=False, message=state.sleep_refusal
+    )
+
+
+def resident_tags(state: PodState) -> tuple[SleepTag, ...]:
+    """What of the memory is not released: all of it where sleeping releases none."""
+    released = state.asleep if state.sleep and state.sleep.released else frozenset()
+    return tuple(tag for tag in SleepTag if tag not in released)
+
+
+def _update_of(state: PodState) -> UpdateState | None:
+    update = state.update
+    if update is not None and update.phase is UpdatePhase.STAGED and state.weights_asleep:
+        return update.model_copy(update={"message": WAITS_FOR_WAKE})
+    return update
 
 
 def render_state(
@@ -52,10 +84,12 @@ def render_state(
         gate=GateState.OPEN if state.gate_open else GateState.CLOSED,
         ready=is_ready(state),
         unfinished=unfinished,
+        resident=resident_tags(state),
+        sleep=sleep_of(state, desired),
         committed=state.committed,
         rejected=state.rejected,
         rejected_message=state.rejected_message,
-        update=state.update,
+        update=_update_of(state),
         ranks=tuple(
             RankState(rank=rank, host=host, weight_version=version) for rank, host in state.ranks
         ),

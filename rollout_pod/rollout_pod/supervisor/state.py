@@ -9,6 +9,9 @@ from rollout_pod.protocol import (
     DesiredDocument,
     EngineInfo,
     PodPhase,
+    SleepSpec,
+    SleepState,
+    SleepTag,
     UpdateState,
     WeightsRef,
 )
@@ -68,6 +71,12 @@ class PodState:
     """What may be served. Changes by one assignment, in ``Commit``."""
     last_committed: WeightsRef | None = None
     """Survives a restart of the process: the pod's own fallback."""
+    sleep: SleepState | None = None
+    """How the engine sleeps; None while all of its memory is resident."""
+    sleep_refusal: str | None = None
+    """Why this engine cannot sleep; None where it can."""
+    resizing: bool = False
+    """Memory is being released or taken back: calls of the engine wait behind that."""
     poisoned: bool = False
     transferring: bool = False
     stage: Stage | None = None
@@ -85,6 +94,16 @@ class PodState:
     info: EngineInfo | None = None
     ranks: tuple[tuple[int, str], ...] = field(default=())
     """(global rank, host), ordered by rank."""
+
+    @property
+    def asleep(self) -> frozenset[SleepTag]:
+        """What of the engine's memory sleeps."""
+        return frozenset(self.sleep.tags) if self.sleep else frozenset()
+
+    @property
+    def weights_asleep(self) -> bool:
+        """Nothing can be loaded, and nothing can be served soon."""
+        return SleepTag.WEIGHTS in self.asleep
 
     def load_failures_of(self, ref: WeightsRef) -> int:
         """How often ``ref`` failed after the gate had closed."""
@@ -120,17 +139,23 @@ def fallback_weights(desired: DesiredDocument, state: PodState) -> WeightsRef | 
     return state.last_committed or desired.fallback
 
 
+def wanted_sleep(desired: DesiredDocument, state: PodState) -> SleepSpec | None:
+    """How the engine has to sleep; None for one that cannot: it serves on."""
+    return None if state.sleep_refusal else desired.sleep
+
+
 def is_ready(state: PodState) -> bool:
     """What ``/readyz`` answers.
 
     Pauses and updates do not change it: ``committed`` keeps the old version until the new one
-    is committed, and is taken away by a failure only.
+    is committed, and is taken away by a failure, or with the weights by a sleep of level 2.
     """
     return (
         state.engine is EngineStatus.UP
         and state.committed is not None
         and not state.poisoned
         and not state.draining
+        and not state.weights_asleep
     )
 
 
@@ -144,8 +169,12 @@ def phase_of(state: PodState) -> PodPhase:
         return PodPhase.LOADING
     if state.transferring:
         return PodPhase.UPDATING
+    if state.weights_asleep:
+        return PodPhase.SLEEPING
     if state.poisoned:
         return PodPhase.POISONED
+    if state.asleep and state.closed_for is CancelReason.SLEEPING:
+        return PodPhase.SLEEPING
     if state.committed is None:
         return PodPhase.STALE
     if not state.gate_open and state.closed_for is CancelReason.UPDATING:

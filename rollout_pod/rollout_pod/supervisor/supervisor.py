@@ -10,13 +10,20 @@ import structlog
 from rollout_pod.engine.base import Engine, EngineDeadError, EngineError, EngineStartError
 from rollout_pod.gate import Gate
 from rollout_pod.metrics import PodMetrics
-from rollout_pod.protocol import DesiredDocument, InterruptionMode, StateDocument
+from rollout_pod.protocol import (
+    CachesCleared,
+    DesiredDocument,
+    InterruptionMode,
+    StateDocument,
+)
 from rollout_pod.supervisor import plan
 from rollout_pod.supervisor.acts import Acts
 from rollout_pod.supervisor.board import Board
+from rollout_pod.supervisor.caches import CacheClearing
 from rollout_pod.supervisor.heartbeat import PERIOD_S, Heartbeat
 from rollout_pod.supervisor.plan import next_step
 from rollout_pod.supervisor.ports import WeightsAgent
+from rollout_pod.supervisor.sleeping import Sleeping
 from rollout_pod.supervisor.staging import Staging
 from rollout_pod.supervisor.state import EngineStatus, is_ready
 from rollout_pod.supervisor.store import Store, record_of
@@ -62,6 +69,8 @@ class Supervisor:
         self._acts = Acts(
             self.board, self.engine, self.gate, self.agent, self.store, self.metrics, self._staging
         )
+        self._sleeping = Sleeping(self.board, self.engine, self.gate)
+        self._caches = CacheClearing(self.board, self.engine)
         self.metrics.watch(
             gate_open=lambda: self.gate.is_open,
             gate_changed=lambda: self.gate.changed_at,
@@ -119,6 +128,10 @@ class Supervisor:
         self.board.change(draining=True)
         self.gate.drain()
         self._wake.set()
+
+    async def clear_caches(self, *, timeout_s: float) -> CachesCleared:
+        """Clear every cache of the engine, beside whatever it does. See ``CacheClearing``."""
+        return await self._caches.clear(timeout_s=timeout_s)
 
     @property
     def is_ready(self) -> bool:
@@ -200,6 +213,10 @@ class Supervisor:
                 await self._staging.forget()
             case plan.OpenGate():
                 await acts.open_gate()
+            case plan.Sleep(level):
+                await self._sleeping.sleep(level)
+            case plan.Wake(tags):
+                await self._sleeping.wake(tags)
             case plan.Drain():
                 await acts.drain(timeout_s=self.drain_timeout_s)
             case plan.Restart(reason):

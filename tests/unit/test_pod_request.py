@@ -1,0 +1,166 @@
+"""What a rollout request may ask for beside tokens: checked and fetched before the gate."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_pod.protocol import Problem
+from rollout_pod.server.data_app import make_data_app
+from tests.support.fakes import fake_tokens
+from tests.support.pods import Pod, running_pod
+
+URL = "/v1/rollout/generate"
+BODY: dict[str, Any] = {
+    "request_id": "r",
+    "prompt_token_ids": [1, 2],
+    "sampling_params": {"max_tokens": 3},
+}
+IMAGE = BODY | {"multi_modal_data": {"image": ["data:,"]}}
+EXPANDED = [1, 2, *[7] * 9]
+
+
+@pytest.fixture
+async def pod(tmp_path: Path) -> AsyncIterator[Pod]:
+    async with running_pod(tmp_path / "run") as pod:
+        pod.want()
+        await pod.serving("base")
+        yield pod
+
+
+@pytest.fixture
+async def data(pod: Pod) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(make_data_app(pod.supervisor), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://pod") as client:
+        yield client
+
+
+async def fetching(pod: Pod, count: int = 1) -> None:
+    while sum(call.startswith("prepare") for call in pod.engine.calls) < count:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"lora": "nobody"}, "lora"),
+        ({"lora": ""}, "lora"),
+        ({"lora": 1}, "lora"),
+        ({"multi_modal_data": []}, "multi_modal_data"),
+        ({"multi_modal_data": {"audio": ["data:,"]}}, "multi_modal_data.audio"),
+        ({"multi_modal_data": {"image": "data:,"}}, "multi_modal_data.image"),
+        ({"multi_modal_data": {"image": [""]}}, "multi_modal_data.image.0"),
+        ({"multi_modal_data": {"image": [None]}}, "multi_modal_data.image.0"),
+        ({"multi_modal_data": {"video": ["data:,"] * 1025}}, "multi_modal_data.video"),
+        ({"return_routed_experts": "often"}, "return_routed_experts"),
+        (
+            {
+                "generated_token_ids": [5],
+                "sampling_params": {"structured_outputs": {"regex": "a"}},
+            },
+            "sampling_params.structured_outputs",
+        ),
+    ],
+)
+async def test_a_refusal_names_the_field(
+    data: httpx.AsyncClient, pod: Pod, changes: dict[str, Any], field: str
+) -> None:
+    answer = await data.post(URL, json=BODY | changes)
+    told = Problem.model_validate_json(answer.content)
+    assert answer.status_code == told.status == 422
+    assert [error.field for error in told.errors] == [field]
+    assert not pod.engine.requests
+
+
+async def test_it_is_handed_over_as_it_was_prepared(data: httpx.AsyncClient, pod: Pod) -> None:
+    body = IMAGE | {
+        "generated_token_ids": [8, 9],
+        "lora": "known",
+        "sampling_params": {"max_tokens": 5, "seed": 2**63 - 1},
+        "session_id": "s",
+    }
+    answer = (await data.post(URL, json=body)).json()
+    assert len(answer["token_ids"]) == 3, "what was generated counts against max_tokens"
+    (request,) = pod.engine.requests
+    assert request.prompt_token_ids == [1, 2, 8, 9], "as the caller sent it"
+    assert (request.num_generated, request.session_id) == (2, "s")
+    assert request.prepared is not None
+    assert (request.prepared.prompt, request.prepared.lora) == (EXPANDED, "known")
+    assert pod.engine.calls[-1] == "prepare 2 known {'image': ['data:,']} False"
+
+
+async def test_plain_requests_are_not_prepared(data: httpx.AsyncClient, pod: Pod) -> None:
+    empty = {"multi_modal_data": {}, "lora": None, "return_routed_experts": False}
+    answer = await data.post(URL, json=BODY | empty)
+    assert answer.json()["token_ids"] == fake_tokens("base", [1, 2], 3)
+    assert not any(call.startswith("prepare") for call in pod.engine.calls)
+    assert pod.engine.requests[0].prepared is None
+
+
+async def test_the_room_is_what_the_expanded_prompt_leaves(
+    data: httpx.AsyncClient, pod: Pod
+) -> None:
+    def room(tokens: int) -> None:
+        info = pod.supervisor.board.state.info
+        assert info is not None
+        info = info.model_copy(update={"max_model_len": tokens})
+        pod.supervisor.board.change(info=info)
+
+    body = IMAGE | {"sampling_params": {}}
+    room(len(EXPANDED) + 2)
+    assert len((await data.post(URL, json=body)).json()["token_ids"]) == 2
+    generated = body | {"generated_token_ids": [5, 6]}
+    assert (await data.post(URL, json=generated)).json()["finish_reason"] == "length"
+    room(len(EXPANDED))
+    answer = await data.post(URL, json=body)
+    assert (answer.status_code, answer.json()["code"]) == (400, "prompt_too_long")
+
+
+async def test_what_is_being_fetched_delays_no_pause(data: httpx.AsyncClient, pod: Pod) -> None:
+    pod.engine.media_gate = asyncio.Event()
+    waits = asyncio.create_task(data.post(URL, json=IMAGE | {"on_pause": "wait"}))
+    returns = asyncio.create_task(data.post(URL, json=IMAGE | {"request_id": "q"}))
+    await fetching(pod, 2)
+    pod.want(paused=True)
+    await pod.until(lambda s: s.phase == "Paused")
+    answer = await data.post(URL, json=IMAGE | {"request_id": "late"})
+    assert answer.json()["cancel_reason"] == "refused"
+    assert sum(call.startswith("prepare") for call in pod.engine.calls) == 2, "nothing is fetched"
+    pod.engine.media_gate.set()
+    assert (await returns).json()["cancel_reason"] == "refused"
+    assert not pod.engine.requests
+    pod.want()
+    assert len((await waits).json()["token_ids"]) == 3
+
+
+async def test_two_of_one_id_while_both_are_fetched(data: httpx.AsyncClient, pod: Pod) -> None:
+    pod.engine.media_gate = asyncio.Event()
+    both = [asyncio.create_task(data.post(URL, json=IMAGE)) for _ in range(2)]
+    await fetching(pod, 2)
+    pod.engine.media_gate.set()
+    codes = sorted([(await each).status_code for each in both])
+    assert codes == [200, 409]
+    assert len(pod.engine.requests) == 1
+
+
+async def test_what_comes_besides_tokens(data: httpx.AsyncClient) -> None:
+    told = {
+        "prompt_log_probs": [None, [{"token_id": 2, "log_prob": -0.25, "rank": 1}]],
+        "routed_experts": {"shape": [1, 1, 2], "dtype": "uint8", "data": "BQY="},
+    }
+    answer = (await data.post(URL, json=BODY | {"return_routed_experts": True})).json()
+    assert {name: answer[name] for name in told} == told
+    streamed = await data.post(URL, json=BODY | {"return_routed_experts": True, "stream": True})
+    *deltas, end = [
+        json.loads(line.removeprefix("data: "))
+        for line in streamed.text.splitlines()
+        if line.startswith("data: ")
+    ]
+    assert {name: end[name] for name in told} == told
+    assert all(not set(told) & set(delta) for delta in deltas)
+    plain = (await data.post(URL, json=BODY)).json()
+    assert plain["prompt_log_probs"] is plain["routed_experts"] is None
