@@ -10,7 +10,7 @@ class ClearCachesRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    timeout_s: Annotated[float, Field(ge=0, le=600)] = 30.0
+    timeout_s: Annotated[float, Field(strict=True, ge=0, le=600)] = 30.0
 
 
 class CachesCleared(BaseModel):
