@@ -11,6 +11,7 @@ BENCHMARKS: Final = {
     "cancel": "benchmarks.cancel",
     "overhead": "benchmarks.overhead",
     "patch-latency": "benchmarks.patch_latency",
+    "soak": "benchmarks.soak",
     "writes": "benchmarks.writes",
 }
 """Imported when asked for: some need an engine, some a cluster."""
@@ -19,11 +20,15 @@ BENCHMARKS: Final = {
 def main(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHMARKS)}.")],
     quick: Annotated[bool, typer.Option(help="Fewer repetitions: a minute at most.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Of soak: how long.")] = None,
 ) -> None:
     """Measure NAME. Exit code 1 where the goal does not hold."""
     if name not in BENCHMARKS:
         raise typer.BadParameter(f"there is no {name!r}; there are: {', '.join(BENCHMARKS)}")
-    result: Result = importlib.import_module(BENCHMARKS[name]).run(quick)
+    if minutes is not None and name != "soak":
+        raise typer.BadParameter("only soak takes --minutes")
+    more = {} if minutes is None else {"minutes": minutes}
+    result: Result = importlib.import_module(BENCHMARKS[name]).run(quick, **more)
     show(result)
     raise typer.Exit(0 if result.holds else 1)
 

@@ -1,9 +1,17 @@
 """The pod's own metrics, beside those of the engine."""
 
+import asyncio
 from collections.abc import Callable
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from rollout_pod.gate import CancelCounts
 from rollout_pod.protocol import UpdatePhase, UpdateState
@@ -17,6 +25,8 @@ class PodMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
+        ProcessCollector(registry=r)  # memory, file descriptors and time of the pod's own process
+        self._tasks = Gauge("rollout_asyncio_tasks", "Tasks of the pod's event loop", registry=r)
         self._gate = Gauge(
             "rollout_gate_open", "1 while requests pass the gate, else 0", registry=r
         )
@@ -93,6 +103,7 @@ class PodMetrics:
         fetched: Callable[[], tuple[int, int]],
     ) -> None:
         """Read these when they are scraped."""
+        self._tasks.set_function(_count_tasks)
         self._gate.set_function(lambda: float(gate_open()))
         self._gate_changed.set_function(gate_changed)
         self._unfinished.set_function(unfinished)
@@ -141,3 +152,10 @@ class PodMetrics:
 
 def _word(value: bool) -> str:
     return "true" if value else "false"
+
+
+def _count_tasks() -> float:
+    try:
+        return float(len(asyncio.all_tasks()))
+    except RuntimeError:  # read without a loop
+        return 0.0

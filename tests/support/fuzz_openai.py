@@ -31,7 +31,11 @@ SAMPLING = {
 
 HEADERS = [
     {"name": "X-Rollout-On-Pause", "in": "header", "schema": {"enum": ["wait", "return"]}},
-    {"name": "X-Rollout-Timeout-S", "in": "header", "schema": {"type": "number"}},
+    {
+        "name": "X-Rollout-Timeout-S",
+        "in": "header",
+        "schema": {"type": "number", "minimum": 1, "maximum": 100},
+    },
 ]
 CLOSE = {
     "temperature": {"type": "number", "minimum": 0, "maximum": 2},

@@ -104,6 +104,9 @@ async def test_the_model_has_no_more_room(data: httpx.AsyncClient, pod: Pod) -> 
         (BODY | {"request_id": "a b"}, 422, "invalid_field", "request_id"),
         (BODY | {"bogus": 1}, 422, "invalid_field", "bogus"),
         (BODY | {"on_pause": "sometimes"}, 422, "invalid_field", "on_pause"),
+        (BODY | {"stream": "yes"}, 422, "invalid_field", "stream"),
+        (BODY | {"attempt": True}, 422, "invalid_field", "attempt"),
+        (BODY | {"timeout_s": "1"}, 422, "invalid_field", "timeout_s"),
         (BODY | {"timeout_s": 0}, 422, "invalid_field", "timeout_s"),
         (BODY | {"sampling_params": {"max_tokens": 0}}, 422, "invalid_sampling_params", "max_tokens"),
         (BODY | {"sampling_params": {"max_tokens": True}}, 422, "invalid_sampling_params", "max_tokens"),
@@ -167,6 +170,7 @@ async def test_duplicates_pauses_and_the_state_of_the_pod(
     metrics = (await data.get("/metrics")).text
     assert "rollout_gate_open 0.0" in metrics
     assert 'rollout_requests_total{result="refused"} 1.0' in metrics
+    assert "process_open_fds " in metrics and "rollout_asyncio_tasks " in metrics
     pod.supervisor.begin_drain()
     answer = await data.post("/v1/rollout/generate", json=BODY)
     assert (answer.status_code, problem(answer).code) == (503, "draining")
@@ -251,6 +255,10 @@ async def test_desired_and_state(admin: httpx.AsyncClient, pod: Pod) -> None:
     )
     assert (answer.status_code, problem(answer).code) == (422, "invalid_field")
     assert "needs a source" in problem(answer).detail
+    for wrong in ({"paused": "yes"}, {"generation": "8"}, {"update_timeout_s": True}):
+        document = {"owner": "o", "generation": 8} | wrong
+        answer = await admin.put("/admin/v1/desired", json=document)
+        assert (answer.status_code, problem(answer).code) == (422, "invalid_field")
 
 
 @pytest.mark.parametrize(

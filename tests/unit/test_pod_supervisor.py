@@ -331,6 +331,33 @@ async def test_an_engine_that_cannot_be_steered_ends_the_process(tmp_path: Path,
             await asyncio.wait_for(asyncio.shield(pod.task), 5)
 
 
+async def test_an_agent_that_does_not_listen_keeps_no_poisoned_pod_ready(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        told = asyncio.Event()
+        discard = pod.agent.discard
+
+        async def deaf(*, session: str) -> None:
+            await told.wait()
+            await discard(session=session)
+
+        pod.agent.discard = deaf
+        pod.agent.send_script["step-1"] = ["midway"]
+        pod.want(ref("step-1"))
+        state = await pod.until(lambda s: s.phase == "Poisoned")
+        assert not told.is_set() and not state.ready
+        told.set()
+        await pod.serving("step-1")
+
+
+async def test_a_cancelled_start_leaves_no_task_behind(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    async with running_pod(tmp_path, engine=FakeEngine(start_gate=asyncio.Event())):
+        await asyncio.sleep(0.01)
+    assert asyncio.all_tasks() == before
+
+
 async def test_whatever_the_agents_client_raises_is_a_failed_update(tmp_path: Path) -> None:
     async with running_pod(tmp_path) as pod:
         pod.want()

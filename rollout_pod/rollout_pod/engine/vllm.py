@@ -10,7 +10,7 @@ import inspect
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -253,10 +253,18 @@ class VllmEngine:
         """See ``Engine``. Those of ``vllm:`` are there unless it runs with --disable-log-stats."""
         if self._llm is None:
             return b""
-        from prometheus_client import generate_latest
+        from prometheus_client import CollectorRegistry, generate_latest
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-        return generate_latest(get_prometheus_registry())
+        class OfTheEngine(CollectorRegistry):
+            """Without the process' own, which the pod shows."""
+
+            def collect(self) -> Iterator[Any]:
+                for family in get_prometheus_registry().collect():
+                    if not family.name.startswith("process_"):
+                        yield family
+
+        return generate_latest(OfTheEngine())
 
     def dead_error(self) -> str | None:
         """See ``Engine``."""

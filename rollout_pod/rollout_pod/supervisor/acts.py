@@ -292,7 +292,6 @@ class Acts:
         """
         desired = self.board.desired
         log.error("update failed", version=ref.version, error=message, untouched=bool(restore))
-        await self.staging.give_up()
         state = self.board.state.with_load_failure(ref)
         is_rejected = (
             desired is not None
@@ -322,6 +321,8 @@ class Acts:
             state = replace(state, loaded=None, poisoned=True, committed=None)
         self.store.write_record(record_of(state))
         self.board.set(state)
+        # last: an agent that does not listen must not keep the pod ready meanwhile
+        await self.staging.give_up()
 
     def _has_other_than(self, ref: WeightsRef) -> bool:
         """Whether another version could be served: without one, ``ref`` is never given up."""

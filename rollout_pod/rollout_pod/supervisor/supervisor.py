@@ -227,22 +227,25 @@ class Supervisor:
     async def _load(self) -> None:
         """Start the engine; a drain that comes meanwhile ends the start."""
         start = asyncio.create_task(self._acts.load(), name="engine start")
-        while not start.done():
-            wake = asyncio.create_task(self._wake.wait())
-            await asyncio.wait({start, wake}, return_when=asyncio.FIRST_COMPLETED)
-            wake.cancel()
-            await asyncio.gather(wake, return_exceptions=True)
-            self._wake.clear()
-            if self.board.state.draining and not start.done():
-                start.cancel()
-                await asyncio.gather(start, return_exceptions=True)
-                self.board.change(drained=True)
-                return
         try:
+            while not start.done():
+                wake = asyncio.create_task(self._wake.wait())
+                try:
+                    await asyncio.wait({start, wake}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    wake.cancel()
+                    await asyncio.gather(wake, return_exceptions=True)
+                self._wake.clear()
+                if self.board.state.draining and not start.done():
+                    self.board.change(drained=True)
+                    return
             await start
         except EngineStartError as error:
             self._acts.fail_engine(str(error))
             raise PodFailed(str(error)) from error
+        finally:
+            start.cancel()  # where nobody waits for it any more
+            await asyncio.gather(start, return_exceptions=True)
 
     async def _wait(self, until: float | None, now: float) -> None:
         """Until something changes, ``until`` comes, or the engine is due to be looked at."""

@@ -1,0 +1,106 @@
+"""Operations as in ``tests/unit/test_pod_attack.py``, and a soak, on the real engine.
+
+``ATTACK_SEED`` picks other sequences, ``SOAK_SECONDS`` a longer soak.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from benchmarks.soak import ENGINE_ARGS, soak
+from examples.tiny_models import make
+from tests.support import attack
+from tests.support.attacked_process import AttackedProcess
+from tests.support.process import ServeProcess, serve_process
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+SEQUENCES = 4
+OPERATIONS = 60
+SOAK_S = float(os.environ.get("SOAK_SECONDS", "60"))
+MEMORY = 48 << 20
+"""Bytes that a process of the pod may grow by in so short a time."""
+
+faults = st.sampled_from(
+    [attack.AgentFault("stage fails"), attack.AgentFault("loses its sessions")]
+)
+operations = st.lists(
+    st.one_of(
+        attack.documents, attack.documents, attack.late_documents, attack.any_requests,
+        attack.any_requests, attack.any_requests, attack.ends, faults, attack.lets, attack.lets,
+    ),
+    min_size=OPERATIONS, max_size=OPERATIONS,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("versions")
+    for number, version in enumerate(attack.VERSIONS):
+        make(folder / version, seed=number)
+    (folder / "broken").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pod(versions: Path) -> Iterator[ServeProcess]:
+    source = f"--source={versions}/{{version}}"
+    with serve_process(versions / "base", source, engine_args=ENGINE_ARGS) as pod:
+        pod.start()
+        pod.serving("base")
+        yield pod
+
+
+def test_whatever_comes_no_mix_is_served_and_the_newest_document_wins(
+    pod: ServeProcess, versions: Path
+) -> None:
+    """Every token is transformers' greedy one under the version that its span names."""
+
+    @seed(int(os.environ.get("ATTACK_SEED", "1")))
+    @settings(
+        max_examples=SEQUENCES, phases=[Phase.generate], database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(operations)
+    def one(sequence: list[attack.Operation]) -> None:
+        import asyncio
+
+        async def run() -> AttackedProcess:
+            async with AttackedProcess(pod, versions) as attacked:
+                for operation in sequence:
+                    await attacked.apply(operation)
+                await attacked.settle(attack.PutDocument("step-2"))
+                await attacked.settle(attack.PutDocument("step-1"))
+                return attacked
+
+        attacked = asyncio.run(run())
+        attacked.load.check()
+        assert (attacked.load.lost, attacked.load.mixed) == (0, 0)
+        print(
+            f"{attacked.documents} documents, {attacked.faults} faults, "
+            f"{attacked.load.tokens} tokens, {attacked.load.checked} checked"
+        )
+
+    one()
+    assert pod.metric("rollout_unfinished ") == pod.metric("rollout_parked ") == 0
+
+
+async def test_nothing_is_lost_mixed_left_or_grown_in_a_soak(
+    pod: ServeProcess, versions: Path
+) -> None:
+    pod.cli("update", "base")
+    soaked = await soak(pod, versions, seconds=SOAK_S)
+    for row in soaked.rows():
+        print(*row.values(), sep=": ")
+    assert soaked.pauses > 20 and soaked.updates > 5 and soaked.load.continued > 50
+    assert not soaked.load.wrong, soaked.load.wrong[:5]
+    assert (soaked.load.lost, soaked.load.mixed) == (0, 0)
+    assert (soaked.registry, soaked.rested_with) == (0, 0)
+    assert soaked.after.fds <= soaked.before.fds
+    assert soaked.after.tasks <= soaked.before.tasks
+    first, last = soaked.growth("pod_bytes")
+    assert last - first < MEMORY

@@ -1,0 +1,226 @@
+"""What may happen to a pod, as values: documents, requests, disconnects, faults, restarts.
+
+The same operations drive a pod around the fakes (``attacked_pod``) and one around the real engine
+(``attacked_process``). What refers to a caller counts from the newest one backwards.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from rollout_pod.protocol import BASE_VERSION, DesiredDocument, WeightsRef, WeightsSource
+
+VERSIONS = (BASE_VERSION, "step-1", "step-2", "step-3")
+OWNER = "o"
+
+LOAD_FAULTS = (
+    "load: raises", "load: a rank fails", "load: a rank is silent", "load: another version",
+    "load: hangs", "clear refuses", "clear raises",
+)  # fmt: skip
+DEADLY_FAULTS = (
+    "pause hangs", "pause raises", "resume raises", "publish raises", "load: dies", "start fails",
+    "dies", "hangs",
+)  # fmt: skip
+AGENT_FAULTS = (
+    "stage fails", "stage raises", "stage hangs", "send: untouched", "send: midway", "send raises",
+    "send hangs", "loses its sessions", "tell hangs", "tell fails",
+)  # fmt: skip
+
+
+def ref(version: str, *, path: str | None = None, step: int | None = None) -> WeightsRef | None:
+    """The version at its place; None for base."""
+    if version == BASE_VERSION:
+        return None
+    source = WeightsSource(path=path or f"/w/{version}")
+    return WeightsRef(version=version, step=step, source=source)
+
+
+@dataclass(frozen=True)
+class PutDocument:
+    """A new desired document."""
+
+    version: str = BASE_VERSION
+    step: int | None = None
+    path: str | None = None
+    paused: bool = False
+    mode: str = "abort"
+    timeout_s: float = 60.0
+    fallback: str = BASE_VERSION
+    max_attempts: int = 3
+    newer_by: int = 1
+    """0: the same generation with other content."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the document, as it spells them."""
+
+    def document(self, generation: int) -> DesiredDocument:
+        """As it is sent."""
+        return DesiredDocument.model_validate(
+            {
+                "owner": OWNER,
+                "generation": generation,
+                "paused": self.paused,
+                "weights": ref(self.version, step=self.step, path=self.path),
+                "fallback": ref(self.fallback),
+                "interruption": {"mode": self.mode, "timeout_s": self.timeout_s},
+                "max_attempts": self.max_attempts,
+                "update_timeout_s": 30.0,
+                **self.more,
+            }
+        )
+
+
+@dataclass(frozen=True)
+class DuplicateDocument:
+    """The document in force comes again."""
+
+
+@dataclass(frozen=True)
+class StaleDocument:
+    """An older one comes late."""
+
+    behind: int = 1
+
+
+@dataclass(frozen=True)
+class OtherOwner:
+    """Somebody who does not own the pod sends one."""
+
+
+@dataclass(frozen=True)
+class StalePrecondition:
+    """A document with the ``If-Match`` of a state that is over."""
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """One caller more."""
+
+    tokens: int = 20
+    stream: bool = False
+    waits: bool = False
+    """``on_pause: wait``."""
+    timeout_s: float = 60.0
+    continues: bool = False
+    """From the newest partial, if there is one."""
+
+
+@dataclass(frozen=True)
+class StartOpenAI:
+    """A caller that knows nothing of pauses."""
+
+    tokens: int = 20
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class DuplicateRequest:
+    """An id that is alive is used again."""
+
+    caller: int = 0
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    """A caller goes away; ``harshly``: its task is cancelled, as a server does that ends."""
+
+    caller: int = 0
+    harshly: bool = False
+
+
+@dataclass(frozen=True)
+class CancelOne:
+    """``DELETE`` of a caller's request."""
+
+    caller: int = 0
+
+
+@dataclass(frozen=True)
+class EngineFault:
+    """The next ``times`` calls of this kind go wrong; ``dies`` and ``hangs`` happen at once."""
+
+    kind: str = "dies"
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class AgentFault:
+    """The same of the weights agent."""
+
+    kind: str = "stage fails"
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Drain:
+    """SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The container is killed and starts again; ``fresh``: on another node, without its files."""
+
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Let:
+    """Time passes: turns of the loop, then seconds."""
+
+    turns: int = 1
+    seconds: float = 0.0
+
+
+Operation = (
+    PutDocument | DuplicateDocument | StaleDocument | OtherOwner | StalePrecondition
+    | StartRequest | StartOpenAI | DuplicateRequest | Disconnect | CancelOne
+    | EngineFault | AgentFault | Drain | Restart | Let
+)  # fmt: skip
+
+_few = st.integers(0, 4)
+documents = st.builds(
+    PutDocument,
+    version=st.sampled_from(VERSIONS),
+    step=st.sampled_from([None, None, None, 1, 2]),
+    path=st.sampled_from([None, None, None, "/moved"]),
+    paused=st.booleans(),
+    mode=st.sampled_from(["abort", "keep", "drain"]),
+    timeout_s=st.sampled_from([60.0, 0.3]),
+    fallback=st.sampled_from(VERSIONS),
+    max_attempts=st.integers(1, 3),
+    newer_by=st.sampled_from([1, 1, 1, 0, 5]),
+)
+late_documents = st.one_of(
+    st.just(DuplicateDocument()),
+    st.builds(StaleDocument, st.integers(1, 3)),
+    st.just(OtherOwner()),
+    st.just(StalePrecondition()),
+)
+requests = st.builds(
+    StartRequest,
+    tokens=st.sampled_from([1, 5, 40, 200]),
+    stream=st.booleans(),
+    waits=st.booleans(),
+    timeout_s=st.sampled_from([60.0, 0.5]),
+    continues=st.booleans(),
+)
+openai_requests = st.builds(
+    StartOpenAI, tokens=st.sampled_from([5, 60]), timeout_s=st.sampled_from([60.0, 0.5])
+)
+ends = st.one_of(
+    st.builds(Disconnect, _few, st.booleans()),
+    st.builds(CancelOne, _few),
+    st.builds(DuplicateRequest, _few),
+)
+load_faults = st.builds(EngineFault, st.sampled_from(LOAD_FAULTS), st.sampled_from([1, 1, 2, 25]))
+deadly_faults = st.builds(EngineFault, st.sampled_from(DEADLY_FAULTS), st.sampled_from([1, 1, 2]))
+agent_faults = st.builds(AgentFault, st.sampled_from(AGENT_FAULTS), st.sampled_from([1, 1, 2, 5]))
+deaths = st.one_of(st.just(Drain()), st.builds(Restart, st.booleans()))
+any_requests = st.one_of(requests, requests, openai_requests)
+update_faults = st.one_of(load_faults, agent_faults)
+troubles = st.one_of(update_faults, update_faults, deadly_faults, deaths)
+lets = st.builds(
+    Let,
+    turns=st.sampled_from([0, 1, 2, 3, 5, 9, 30]),
+    seconds=st.sampled_from([0, 0, 0, 0.02, 0.06, 0.1, 0.3, 3, 3, 30, 200]),
+)

@@ -1,0 +1,85 @@
+"""The pod under attack: thousands of interleavings, and the design's invariants after each turn.
+
+``ATTACK_EXAMPLES=20000`` runs longer; a failure prints how to reproduce it.
+"""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from tests.support import attack
+from tests.support.attacked_pod import AttackedPod
+
+EXAMPLES = int(os.environ.get("ATTACK_EXAMPLES", "300"))
+STEPS = 50
+
+
+class Machine(RuleBasedStateMachine):
+    """Each rule does one operation, then lets the pod go on for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pod = AttackedPod()
+        self.is_broken = False
+
+    def do(self, operation: attack.Operation, let: attack.Let) -> None:
+        try:
+            self.pod.apply(operation)
+            self.pod.apply(let)
+        except BaseException:
+            self.is_broken = True
+            raise
+
+    @rule(operation=attack.documents, let=attack.lets)
+    def document(self, operation, let):
+        self.do(operation, let)
+
+    @rule(fault=attack.update_faults, operation=attack.documents, let=attack.lets)
+    def document_and_fault(self, fault, operation, let):
+        self.do(fault, attack.Let(turns=0))
+        self.do(operation, let)
+
+    @rule(operation=attack.late_documents, let=attack.lets)
+    def late_document(self, operation, let):
+        self.do(operation, let)
+
+    @rule(operation=attack.any_requests, let=attack.lets)
+    def request(self, operation, let):
+        self.do(operation, let)
+
+    @rule(operation=attack.ends, let=attack.lets)
+    def end(self, operation, let):
+        self.do(operation, let)
+
+    @rule(operation=attack.troubles, let=attack.lets)
+    def fault(self, operation, let):
+        self.do(operation, let)
+
+    def teardown(self) -> None:
+        """Faults are over: the newest document comes true, and nothing is left."""
+        if self.is_broken:
+            self.pod.abandon()
+            return
+        try:
+            self.pod.settle(attack.PutDocument("step-1", path="/final/1", paused=True))
+            self.pod.settle(attack.PutDocument("step-2", path="/final/2"))
+        except BaseException:
+            self.pod.abandon()
+            raise
+        self.pod.close()
+
+
+@pytest.mark.timeout(max(120, EXAMPLES))
+def test_whatever_comes_the_invariants_hold_and_the_newest_document_wins() -> None:
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
