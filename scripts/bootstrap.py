@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 UV_VERSION = "0.13.9"
-EXTRAS = ("cpu", "operator", "pod", "client", "dev")
+EXTRAS = ("cpu", "operator", "pod", "s3", "gs", "client", "dev")
 OLDEST, NEWEST = (3, 11), (3, 13)
 
 

@@ -23,6 +23,7 @@ from rollout_pod.protocol import (
     WeightsRef,
     WeightsSource,
 )
+from rollout_pod.weights.locations import redact
 
 app = typer.Typer(
     help="A vLLM server whose generation can be cut and continued, with live weight updates.",
@@ -71,7 +72,9 @@ def serve(
     ] = "spawn",
     source: Annotated[
         str | None,
-        typer.Option(help="Where 'ctl update VERSION' finds versions: a path with {version}."),
+        typer.Option(
+            help="Where 'ctl update VERSION' finds versions: a path or URL with {version}."
+        ),
     ] = None,
     keep_state: Annotated[
         bool | None,
@@ -233,6 +236,9 @@ def update(
     path: Annotated[
         str | None, typer.Option(help="The version's folder; else what 'serve --source' says.")
     ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Or its URL: https://, s3://, gs:// or hf://.")
+    ] = None,
     step: Annotated[int | None, typer.Option(min=0, help="The trainer's counter.")] = None,
     run_dir: RunDir = _RUN_DIR,
     admin: Admin = _ADMIN_URL,
@@ -241,19 +247,33 @@ def update(
     """Load a version. Returns when every rank holds it and it is committed."""
     ref = None
     if version != BASE_VERSION:
-        template = path or _source_of(run_dir)
-        source = WeightsSource(path=os.path.abspath(template.replace("{version}", version)))
+        if path and url:
+            raise CtlError("give --path or --url, not both")
+        source = _source(path or url or _source_of(run_dir), version)
         ref = WeightsRef(version=version, step=step, source=source)
     with _pod(run_dir, admin) as pod:
         pod.change(lambda d: d.model_copy(update={"weights": ref}))
         _print(pod.wait(is_settled_on(version), timeout_s=timeout))
 
 
+def _source(template: str, version: str) -> WeightsSource:
+    where = template.replace("{version}", version)
+    try:
+        if "://" in where:
+            return WeightsSource(url=where)
+        return WeightsSource(path=os.path.abspath(where))
+    except ValueError:
+        raise CtlError(
+            f"{redact(where)!r} is neither a folder nor an http(s), s3, gs or hf URL of one, "
+            "without user, query or fragment"
+        ) from None
+
+
 def _source_of(run_dir: Path) -> str:
     try:
         return (run_dir / "source").read_text()
     except FileNotFoundError:
-        raise CtlError("give --path, or start the pod with --source") from None
+        raise CtlError("give --path or --url, or start the pod with --source") from None
 
 
 def _pod(run_dir: Path, admin: str) -> Ctl:

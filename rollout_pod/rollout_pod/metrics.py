@@ -86,6 +86,13 @@ class PodMetrics:
         for cut in (False, True):  # there from the start, so that they can be compared
             self._tokens.labels(_word(cut))
 
+        self._fetched = Gauge(
+            "rollout_weight_fetch_bytes", "Of the version that is being fetched", registry=r
+        )
+        self._fetch_total = Gauge(
+            "rollout_weight_fetch_total_bytes", "Its size; 0 while none is fetched", registry=r
+        )
+
     def watch(
         self,
         *,
@@ -93,6 +100,7 @@ class PodMetrics:
         gate_changed: Callable[[], float],
         unfinished: Callable[[], int],
         parked: Callable[[], int],
+        fetched: Callable[[], tuple[int, int]],
     ) -> None:
         """Read these when they are scraped."""
         self._tasks.set_function(_count_tasks)
@@ -100,6 +108,8 @@ class PodMetrics:
         self._gate_changed.set_function(gate_changed)
         self._unfinished.set_function(unfinished)
         self._parked.set_function(parked)
+        self._fetched.set_function(lambda: fetched()[0])
+        self._fetch_total.set_function(lambda: fetched()[1])
 
     def answered(
         self, result: str, *, tokens: int = 0, cut: bool = False, versions: int = 1

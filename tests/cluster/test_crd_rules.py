@@ -12,6 +12,7 @@ from devcluster.client import Cluster, CommandError
 FILE = Path(__file__).parents[2] / "crds" / "rolloutreplica.yaml"
 NAME = "rolloutreplicas.rollout.dev"
 SOURCE = {"source": {"path": "/ckpt/{version}"}}
+URL = {"source": {"url": "s3://bucket/run/{version}", "secretRef": {"name": "creds"}}}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,12 @@ def test_a_sleep_is_of_everything_at_level_1(served: Cluster):
         {"weightVersion": "a", "weights": {"source": {"path": "/c/{version}/x-{version}"}}},
         {"weightVersion": "step-1", "weights": {"source": {"path": "/ckpt/step-1"}}},
         {"weights": {"source": {"path": "/ckpt/anything"}}},
+        {"weightVersion": "step-1", "weights": URL},
+        {"weightVersion": "step-1", "weights": {"source": {"url": "https://h:8443/run/step-1"}}},
+        {"weightVersion": "step-1", "weights": {"source": {"url": "hf://org/tiny@step-1"}}},
+        {"weightVersion": "step-1", "weights": {"source": {"url": "gs://b/{version}/model"}}},
+        {"weights": {"source": {"url": "http://store.ns.svc/a"}}},
+        {"weights": {"source": {"url": "s3://" + "b" * 2043}}},
         {"weights": {"hostMemory": 1048576, "bucketSize": 4096}},
         {"weights": {"hostMemory": "1.5Gi", "bucketSize": "16Gi"}},
         {"weights": {"hostMemory": "16Ti", "bucketSize": "4Ki"}},
@@ -128,7 +135,25 @@ def test_accepted(served: Cluster, spec: dict[str, Any]):
         ({"weights": {"bucketSize": "17Gi"}}, "bucketSize must be from 4Ki to 16Gi"),
         ({"weights": {"timeoutSeconds": 0}}, "spec.weights.timeoutSeconds"),
         ({"weights": {"maxAttempts": 0}}, "spec.weights.maxAttempts"),
-        ({"weights": {"source": {}}}, "set exactly one source: path"),
+        ({"weights": {"source": {}}}, "set exactly one source: path or url"),
+        ({"weights": {"source": {"path": "/a", "url": "s3://b"}}}, "set exactly one source"),
+        ({"weights": {"source": {"url": "ftp://h/v"}}}, "spec.weights.source.url"),
+        ({"weights": {"source": {"url": "https://u:p@h/v"}}}, "spec.weights.source.url"),
+        ({"weights": {"source": {"url": "https://h/v?sig=x"}}}, "spec.weights.source.url"),
+        ({"weights": {"source": {"url": "s3://" + "b" * 2044}}}, "spec.weights.source.url"),
+        (
+            {"weights": {"source": {"url": "s3://b/{step}"}}},
+            "the only placeholder that url may hold is {version}",
+        ),
+        (
+            {"weights": {"source": {"path": "/a", "secretRef": {"name": "s"}}}},
+            "secretRef holds credentials for url",
+        ),
+        ({"weights": {"source": {"url": "s3://b", "secretRef": {}}}}, "secretRef.name"),
+        (
+            {"weightVersion": "step-2", "weights": {"source": {"url": "hf://o/r@step-1"}}},
+            "weights.source.url must contain {version}",
+        ),
         ({"weights": {"source": {"path": ""}}}, "spec.weights.source.path"),
         ({"weights": {"source": {"path": "ckpt/{version}"}}}, "path must be absolute"),
         (
@@ -188,7 +213,7 @@ def test_every_status_field_survives(served: Cluster, namespace: str):
             }
         ],
         "weightVersion": "step-1",
-        "lastCommitted": {"version": "step-1", "step": 1, "source": {"path": "/ckpt/step-1"}},
+        "lastCommitted": {"version": "step-1", "step": 1, "source": {"url": "s3://b/step-1"}},
         "weightUpdate": {
             "target": "step-1",
             "phase": "Committed",

@@ -359,6 +359,10 @@ class FakeAgent:
         bucket_bytes: int, timeout_s: float, on_progress: Callable[[int, int], None] | None = None,
     ) -> FakeStaged:  # fmt: skip
         self.calls.append(f"stage {version} {path}")
+        if on_progress and self.stage_gate:
+            for done in (0, 5):
+                on_progress(done, 10)
+                await asyncio.sleep(0)
         if self.stage_gate:
             await self.stage_gate.wait()
         await asyncio.sleep(0)

@@ -334,6 +334,25 @@ def test_no_way_to_write_a_mount_path_evades_ours(path: str):
         assert [m["mountPath"] for m in made if m["name"] == "mine"] == ["/run/other/"]
 
 
+def test_credentials_are_the_agents_alone():
+    theirs = [{"configMapRef": {"name": "proxy"}}]
+    made = build(
+        weights={"source": {"url": "s3://b/{version}", "secretRef": {"name": "creds"}}},
+        template={
+            "spec": {"initContainers": [{"name": "weights", "envFrom": theirs}, {"name": "x"}]}
+        },
+    )["spec"]
+    weights = by_name(made["initContainers"], "weights")
+    assert weights["envFrom"] == [*theirs, {"secretRef": {"name": "creds"}}]
+    others = [*made["containers"], by_name(made["initContainers"], "x")]
+    assert all("envFrom" not in container for container in others)
+    with pytest.raises(TemplateError, match=r"initContainers\[weights\].envFrom: must be a list"):
+        build(
+            weights={"source": {"url": "s3://b/v", "secretRef": {"name": "creds"}}},
+            template={"spec": {"initContainers": [{"name": "weights", "envFrom": {}}]}},
+        )
+
+
 def test_building_changes_no_template():
     before = json.dumps(TEMPLATE, sort_keys=True)
     build(template=TEMPLATE, gpus=1)
@@ -503,6 +522,7 @@ def hashed(**spec: Any) -> str:
         {"gpus": 1},
         {"loadTimeoutSeconds": 5},
         {"weights": {"hostMemory": "1Gi"}},
+        {"weights": {"source": {"url": "s3://b/v", "secretRef": {"name": "s"}}}},
         {"drainTimeoutSeconds": 5},
         {"template": {"spec": {"nodeSelector": {"a": "b"}}}},
     ],
@@ -521,6 +541,7 @@ def test_these_fields_replace_the_pod(change: dict[str, Any]):
         {"weights": {"transport": "SharedMemory", "bucketSize": "1Mi", "maxAttempts": 9}},
         {"weights": {"source": {"path": "/x/{version}"}, "timeoutSeconds": 5}},
         {"weights": {"hostMemory": "16384Mi"}},
+        {"weights": {"source": {"url": "s3://b/{version}"}}},
         {"aFieldOfALaterVersion": 1},
     ],
 )

@@ -1,5 +1,6 @@
 """What follows from what was seen: tables, and that planning on the result does nothing."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -194,6 +195,15 @@ def test_the_document_carries_what_is_asked():
     }
 
 
+@pytest.mark.parametrize("url", ["s3://b/{version}/model", "hf://o/r@{version}", "https://h/v"])
+def test_a_url_is_rendered_as_a_path_is(url: str):
+    spec = replica(weightVersion="v", weights={"source": {"url": url, "secretRef": {"name": "s"}}})
+    document = plan(spec, seen(pod(spec))).document
+    assert document is not None
+    expected = {"version": "v", "step": None, "source": {"url": url.replace("{version}", "v")}}
+    assert json.loads(document.model_dump_json())["weights"] == expected
+
+
 @pytest.mark.parametrize(
     ("last", "version"),
     [
@@ -201,6 +211,8 @@ def test_the_document_carries_what_is_asked():
         ({"version": "base"}, "base"),
         ({"version": "a"}, None),
         ({"version": "a", "source": {"path": "/a"}}, "a"),
+        ({"version": "a", "source": {"url": "hf://o/r@a"}}, "a"),
+        ({"version": "a", "source": {"url": "ftp://o/r"}}, None),
     ],
 )
 def test_the_fallback_is_what_was_committed_last(last: Any, version: str | None):

@@ -9,9 +9,10 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from rollout_pod import cli
 from rollout_pod.ctl import Ctl, CtlError, is_asleep, is_paused, is_settled_on
 from rollout_pod.local import first_document
-from rollout_pod.protocol import DesiredDocument, Problem, SleepSpec, StateDocument
+from rollout_pod.protocol import DesiredDocument, Problem, SleepSpec, StateDocument, WeightsRef
 from rollout_pod.server.admin_app import make_admin_app
 from rollout_pod.server.auth import Tokens
 from rollout_pod.server.body_limit import BodyLimit
@@ -306,6 +307,37 @@ def test_unknown_fields_of_a_document_are_ignored() -> None:
     assert document.model_dump() == DesiredDocument(owner="o", generation=1).model_dump()
     with pytest.raises(ValidationError):
         DesiredDocument.model_validate({"owner": "o", "generation": -1})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {}, {"path": "/a", "url": "s3://b/a"}, {"url": "ftp://h/a"}, {"url": "https://u:p@h/a"},
+        {"url": "https://h/a?sig=x"}, {"url": "s3://b/a b"}, {"url": "https://"}, {"url": "b/a"},
+        {"push": {}},
+    ],
+)  # fmt: skip
+def test_sources_that_are_refused(source: dict) -> None:
+    with pytest.raises(ValidationError, match="source"):
+        WeightsRef.model_validate({"version": "v", "source": source})
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("/w/{version}", {"path": "/w/v"}),
+        ("hf://org/tiny@{version}", {"url": "hf://org/tiny@v"}),
+        ("s3://b/run/{version}/model", {"url": "s3://b/run/v/model"}),
+    ],
+)
+def test_ctl_takes_paths_and_urls(template: str, expected: dict) -> None:
+    assert cli._source(template, "v").model_dump() == expected
+
+
+def test_ctl_refuses_a_url_with_a_secret_and_does_not_print_it() -> None:
+    with pytest.raises(CtlError, match="without user, query or fragment") as caught:
+        cli._source("https://user:s3cr3t@h/{version}?sig=s3cr3t", "v")
+    assert "s3cr3t" not in str(caught.value)
 
 
 async def test_ctl_drives_a_local_pod(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from rollout_pod.engine.base import EngineDeadError, EngineError, EngineStartError
 from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotReady
-from rollout_pod.protocol import DesiredDocument, GenerateRequest, StateDocument, UpdatePhase
+from rollout_pod.protocol import (
+    DesiredDocument,
+    GenerateRequest,
+    StateDocument,
+    UpdatePhase,
+    WeightsRef,
+    WeightsSource,
+)
 from rollout_pod.supervisor import staging
 from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
 from rollout_pod.supervisor.supervisor import Fenced, PodFailed, PreconditionFailed
@@ -130,6 +137,47 @@ async def test_a_version_that_cannot_be_had_touches_nothing(tmp_path: Path) -> N
         )
         assert retried.update.phase is not UpdatePhase.PREFETCHING, "a retry is no news"
         await pod.serving("step-404")  # mended: it heals by itself
+
+
+@pytest.mark.parametrize("ends", ["ok", "badly", "superseded"])
+async def test_the_progress_of_a_fetch_is_a_figure_and_no_news(tmp_path: Path, ends: str) -> None:
+    agent = FakeAgent(stage_gate=asyncio.Event())
+    async with running_pod(tmp_path, agent=agent) as pod:
+        pod.want()
+        await pod.serving("base")
+        if ends == "badly":
+            agent.stage_script["step-1"] = ["gone"]
+        pod.want(ref("step-1"))
+        state = await pod.until(lambda s: bool(s.update and s.update.target == "step-1"))
+        while not (progress := pod.state.update.progress) or not progress.bytes:
+            await asyncio.sleep(0)
+        assert (progress.bytes, progress.total) == (5, 10)
+        assert pod.state.revision == state.revision
+        assert pod.state.phase == "Serving"
+        metrics = pod.supervisor.metrics.text().decode()
+        assert "rollout_weight_fetch_bytes 5.0" in metrics
+        assert "rollout_weight_fetch_total_bytes 10.0" in metrics
+        if ends == "superseded":
+            pod.want()
+            await pod.until(lambda s: s.update.phase is UpdatePhase.SUPERSEDED)
+        else:
+            agent.stage_gate.set()
+            phase = {"ok": UpdatePhase.COMMITTED, "badly": UpdatePhase.WAITING}[ends]
+            await pod.until(lambda s: s.update.phase is phase)
+        assert pod.state.update.progress is None
+        assert "rollout_weight_fetch_total_bytes 0.0" in pod.supervisor.metrics.text().decode()
+
+
+async def test_the_agent_gets_the_url(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        source = WeightsSource(url="s3://ckpt/step-1")
+        pod.want(WeightsRef(version="step-1", source=source))
+        state = await pod.serving("step-1")
+        assert "stage step-1 s3://ckpt/step-1" in pod.agent.calls
+        assert state.model_dump()["committed"]["source"] == {"url": "s3://ckpt/step-1"}
+        assert DesiredDocument.model_validate_json(
+            pod.supervisor.board.desired.model_dump_json()
+        ).weights == WeightsRef(version="step-1", source=source)
 
 
 async def test_a_failure_before_the_first_byte_poisons_nothing(tmp_path: Path) -> None:

@@ -137,6 +137,10 @@ async def stage_until_it_hangs(
 async def update(client: AgentClient, place: Place, number: int) -> None:
     """A whole update to ``good-<number>``."""
     path = write_checkpoint(place.root / f"good-{number}", tensors_of(number))
+    await update_to(client, place, path, number)
+
+
+async def update_to(client: AgentClient, place: Place, path: Path, number: int) -> None:
     session = await stage(client, place, path)
     loader = ModelLoader()
     load = asyncio.ensure_future(
@@ -198,6 +202,20 @@ async def test_other_versions_go_on_beside_one_that_hangs(
     assert await asyncio.to_thread(agent.wait, 10) == 0
     assert place.segments() == []
     assert "without waiting" not in last_words(agent)
+
+
+async def test_the_committed_version_needs_no_source_that_hangs(
+    place: Place, client: AgentClient
+) -> None:
+    place.start_receivers(expected_of(tensors_of(0)))
+    start_agent(place, "open", 2 * MIB)
+    (place.root / "go").touch()
+    folder = write_checkpoint(place.root / "bad-1", tensors_of(9))
+    await update_to(client, place, folder, 9)
+    (place.root / "go").unlink()
+    await update_to(client, place, folder, 9)
+    await update(client, place, 1)
+    (place.root / "go").touch()
 
 
 @pytest.mark.parametrize("call", ["open", "read"])

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.alias_generators import to_camel
 
 from rollout_operator.api.quantity import parse_bytes
+from rollout_pod.protocol import URL_PATTERN
 
 VERSION_PLACEHOLDER: Final = "{version}"
 VERSION_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
@@ -37,10 +38,18 @@ class InterruptionMode(StrEnum):
     DRAIN = "Drain"
 
 
+class SecretRef(_Part):
+    """A Secret of the replica's namespace."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+
+
 class WeightsSource(_Part):
-    """Where versions come from; exactly one of the fields is set."""
+    """Where versions come from; exactly one of path and url is set."""
 
     path: Annotated[str | None, Field(min_length=1, max_length=3072)] = None
+    url: Annotated[str | None, Field(min_length=1, max_length=2048, pattern=URL_PATTERN)] = None
+    secret_ref: SecretRef | None = None
 
 
 class WeightsSpec(_Part):

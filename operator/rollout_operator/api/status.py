@@ -21,6 +21,7 @@ class CommittedSource(_Part):
     """Where the committed version was read from."""
 
     path: Annotated[str | None, Field(max_length=4096)] = None
+    url: Annotated[str | None, Field(max_length=4096)] = None
 
 
 class LastCommitted(_Part):

@@ -105,6 +105,15 @@ def weights(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: s
         except ValueError as error:
             raise merge.TemplateError(f"{where}.resources.limits.memory: {error}") from error
         resources["limits"] = {**limits, "memory": str(limit + memory)}
+    source = spec.weights.source
+    credentials = {}
+    if source is not None and source.secret_ref is not None:
+        given = theirs.get("envFrom")
+        if not isinstance(given, list | None):
+            raise merge.TemplateError(f"{where}.envFrom: must be a list")
+        # of two sources of a variable the later one counts
+        secret = {"secretRef": {"name": source.secret_ref.name}}
+        credentials["envFrom"] = [*(given or ()), secret]
     return {
         **_common(theirs, where, image=image, pull_policy=pull_policy),
         "command": ["rollout-pod", "weights"],
@@ -115,6 +124,7 @@ def weights(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: s
         ],
         "restartPolicy": "Always",
         "resources": resources,
+        **credentials,
         "volumeMounts": merge.override(
             theirs.get("volumeMounts"),
             _shared_mounts(),

@@ -48,12 +48,15 @@ def wanted_weights(spec: RolloutSpec) -> WeightsRef | None:
     if spec.weight_version is None:
         return None
     source = spec.weights.source
-    if source is None or source.path is None:
+    if source is None or (source.path is None) == (source.url is None):
         # the CRD refuses this, too
-        raise ValueError("spec.weightVersion needs spec.weights.source.path")
-    path = source.path.replace(VERSION_PLACEHOLDER, spec.weight_version)
+        raise ValueError("spec.weightVersion needs path or url in spec.weights.source")
+    place = "path" if source.path else "url"
+    where = str(source.path or source.url).replace(VERSION_PLACEHOLDER, spec.weight_version)
     return WeightsRef(
-        version=spec.weight_version, step=spec.weight_step, source=WeightsSource(path=path)
+        version=spec.weight_version,
+        step=spec.weight_step,
+        source=WeightsSource.model_validate({place: where}),
     )
 
 
@@ -62,8 +65,8 @@ def _fallback(last: LastCommitted | None) -> WeightsRef | None:
         return None
     if last.version == BASE_VERSION:
         return WeightsRef(version=BASE_VERSION)
-    if last.source is None or not last.source.path:
+    try:
+        source = WeightsSource.model_validate(last.source, from_attributes=True)
+    except ValueError:  # written by another version of the operator
         return None
-    return WeightsRef(
-        version=last.version, step=last.step, source=WeightsSource(path=last.source.path)
-    )
+    return WeightsRef(version=last.version, step=last.step, source=source)

@@ -36,7 +36,7 @@ def pod_hash(spec: RolloutSpec) -> str:
     Covers only what a person wrote, never the operator's own defaults: upgrading the operator
     restarts nothing. A field that later versions add must be left out while it is not set.
     """
-    hashed = {
+    hashed: JsonObject = {
         "model": spec.model,
         "image": spec.image,
         "engineArgs": list(spec.engine_args),
@@ -46,6 +46,9 @@ def pod_hash(spec: RolloutSpec) -> str:
         "drainTimeoutSeconds": spec.drain_timeout_seconds,
         "template": spec.template,
     }
+    source = spec.weights.source
+    if source is not None and source.secret_ref is not None:
+        hashed["secretRef"] = source.secret_ref.name
     text = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

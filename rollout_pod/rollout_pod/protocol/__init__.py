@@ -7,6 +7,7 @@ from rollout_pod.protocol.caches import CachesCleared, ClearCachesRequest
 from rollout_pod.protocol.desired import (
     BASE_VERSION,
     LOCAL_OWNER,
+    URL_PATTERN,
     DesiredDocument,
     Interruption,
     InterruptionMode,
@@ -32,6 +33,7 @@ from rollout_pod.protocol.generate import (
 from rollout_pod.protocol.problem import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.state import (
     EngineInfo,
+    FetchProgress,
     GateState,
     PodPhase,
     RankState,
@@ -59,12 +61,14 @@ __all__ = [
     "PROBLEM_MEDIA_TYPE",
     "STATE_POLL_MAX_S",
     "TOKEN_HEADER",
+    "URL_PATTERN",
     "CachesCleared",
     "CancelReason",
     "ChoiceWeightVersionSpan",
     "ClearCachesRequest",
     "DesiredDocument",
     "EngineInfo",
+    "FetchProgress",
     "FinishReason",
     "GateState",
     "GenerateDelta",

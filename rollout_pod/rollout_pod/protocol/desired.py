@@ -3,10 +3,19 @@
 from enum import StrEnum
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 BASE_VERSION: Final = "base"
 """The name of the model's own checkpoint."""
+
+URL_PATTERN: Final = r"^(https?|s3|gs|hf)://[^@/?#\s]+(/[^?#\s]*)?$"
+"""A folder's URL: no user, query or fragment, which could be secrets."""
 
 LOCAL_OWNER: Final = "local"
 """The owner of a pod that no operator steers."""
@@ -17,10 +26,33 @@ class _Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class WeightsSource(_Document):
-    """Where the weights of a version lie: for now a folder of safetensors files."""
+def _is_none(value: object) -> bool:
+    return value is None
 
-    path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+class WeightsSource(_Document):
+    """Where the weights of a version lie: a folder of safetensors files. Exactly one field is set;
+    those that are not are left out of the JSON.
+    """
+
+    path: Annotated[str | None, Field(min_length=1, max_length=4096, exclude_if=_is_none)] = None
+    """As the weights agent sees it."""
+    url: Annotated[
+        str | None,
+        Field(min_length=1, max_length=4096, pattern=URL_PATTERN, exclude_if=_is_none),
+    ] = None
+    """Credentials are the agent's, and never part of it."""
+
+    @property
+    def location(self) -> str:
+        """Path or URL."""
+        return self.path or self.url or ""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.path is None) == (self.url is None):
+            raise ValueError("source: set exactly one of path and url")
+        return self
 
 
 class WeightsRef(_Document):

@@ -73,6 +73,14 @@ class UpdateSeconds(_Document):
     """From gate closed to gate open again."""
 
 
+class FetchProgress(_Document):
+    """How far the fetching of a version has come."""
+
+    bytes: int
+    total: int
+    """0 until the headers are known."""
+
+
 class UpdateState(_Document):
     """The newest update."""
 
@@ -89,6 +97,8 @@ class UpdateState(_Document):
     started_at: float | None = None
     """Unix time in seconds."""
     finished_at: float | None = None
+    progress: FetchProgress | None = None
+    """While the version is fetched; makes no revision."""
 
 
 class RankState(_Document):

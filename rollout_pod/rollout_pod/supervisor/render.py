@@ -1,5 +1,7 @@
 """From the supervisor's values to the state document: pure."""
 
+from collections.abc import Mapping
+
 from rollout_pod.protocol import (
     DesiredDocument,
     GateState,
@@ -14,7 +16,11 @@ from rollout_pod.protocol import (
 )
 from rollout_pod.supervisor.state import PodState, is_ready, phase_of, wanted_weights
 
-COUNTERS = frozenset({"revision", "unfinished"})
+COUNTERS: Mapping[str, bool | set[str]] = {
+    "revision": True,
+    "unfinished": True,
+    "update": {"progress"},
+}
 """Fields whose change makes no new revision."""
 
 
@@ -94,7 +100,7 @@ def render_state(
 
 def same_news(a: StateDocument, b: StateDocument) -> bool:
     """Whether nobody who waits for news has to be told of ``b`` after ``a``."""
-    return a.model_dump(exclude=set(COUNTERS)) == b.model_dump(exclude=set(COUNTERS))
+    return a.model_dump(exclude=COUNTERS) == b.model_dump(exclude=COUNTERS)
 
 
 def begin_update(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from rollout_pod.engine.base import Engine
-from rollout_pod.protocol import UpdatePhase, UpdateState, WeightsRef
+from rollout_pod.protocol import FetchProgress, UpdatePhase, UpdateState, WeightsRef
 from rollout_pod.supervisor.board import Board
 from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.render import begin_update
@@ -67,7 +67,7 @@ class Staging:
         desired = self.board.desired
         if desired is None:
             raise RuntimeError("a version is prepared without a desired document")
-        path = ref.source.path if ref.source else self.engine.model_path()
+        path = ref.source.location if ref.source else self.engine.model_path()
         try:
             if path is None:
                 raise StageError(
@@ -83,6 +83,7 @@ class Staging:
                 rank_sockets=self.engine.rank_sockets(),
                 bucket_bytes=desired.bucket_bytes,
                 timeout_s=desired.update_timeout_s,
+                on_progress=lambda done, total: self._fetched(session, done, total),
             )
         except StageError as error:
             self._failed(ref, session, str(error))
@@ -100,10 +101,18 @@ class Staging:
                     transport=staged.transport,
                     mode="bucketed",
                     prefetch=staged.seconds,
+                    progress=None,
                 ),
             )
         finally:
             self.wake()
+
+    def _fetched(self, session: str, done: int, total: int) -> None:
+        """A counter: whoever waits for news is not told."""
+        stage = self.board.state.stage
+        if stage and stage.session == session and stage.status is StageStatus.RUNNING:
+            progress = FetchProgress(bytes=done, total=total)
+            self.board.change(update=update_news(self.board, progress=progress))
 
     def _failed(self, ref: WeightsRef, session: str, message: str) -> None:
         """Serving goes on; the plan tries again when the time has come."""
@@ -115,7 +124,9 @@ class Staging:
         self.board.set(state.with_stage_failure(ref, retry_at=retry_at))
         self.board.change(
             stage=Stage(ref, session, StageStatus.FAILED, retry_at, message),
-            update=update_news(self.board, phase=UpdatePhase.WAITING, message=message),
+            update=update_news(
+                self.board, phase=UpdatePhase.WAITING, message=message, progress=None
+            ),
         )
 
     async def give_up(self) -> None:
@@ -142,7 +153,10 @@ class Staging:
         ):
             self.board.change(
                 update=update_news(
-                    self.board, phase=UpdatePhase.SUPERSEDED, finished_at=time.time()
+                    self.board,
+                    phase=UpdatePhase.SUPERSEDED,
+                    finished_at=time.time(),
+                    progress=None,
                 )
             )
         await self.give_up()

@@ -76,6 +76,7 @@ class Supervisor:
             gate_changed=lambda: self.gate.changed_at,
             unfinished=lambda: self.gate.unfinished,
             parked=lambda: self.gate.parked,
+            fetched=self._fetched,
         )
         record = self.store.read_record()
         self.board.desired = self.store.read_desired() or self.default_desired
@@ -86,6 +87,11 @@ class Supervisor:
             load_failures=record.load_failures,
         )
         self._note_generation()
+
+    def _fetched(self) -> tuple[int, int]:
+        update = self.board.state.update
+        progress = update.progress if update else None
+        return (progress.bytes, progress.total) if progress else (0, 0)
 
     # -- what is asked for
 

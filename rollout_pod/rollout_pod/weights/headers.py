@@ -38,7 +38,7 @@ class SourceError(Exception):
 
 
 def read_header(
-    file: Path, size: int, read: Callable[[int], bytes]
+    file: Path | str, size: int, read: Callable[[int], bytes]
 ) -> Iterable[tuple[TensorSpec, int]]:
     """The tensors of a file of ``size`` bytes, each with where its bytes begin in the file.
 
@@ -48,7 +48,9 @@ def read_header(
     return list(_tensors(file, size, *_header(file, size, read)))
 
 
-def _header(file: Path, size: int, read: Callable[[int], bytes]) -> tuple[int, dict[str, Any]]:
+def _header(
+    file: Path | str, size: int, read: Callable[[int], bytes]
+) -> tuple[int, dict[str, Any]]:
     """Where the data begin, and the header."""
     prefix = read(8)
     if len(prefix) < 8:
@@ -87,7 +89,7 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensors(
-    file: Path, size: int, data: int, header: dict[str, Any]
+    file: Path | str, size: int, data: int, header: dict[str, Any]
 ) -> Iterable[tuple[TensorSpec, int]]:
     """Specs in the order of their bytes, which must follow each other without a gap."""
     found = [_tensor(file, name, entry) for name, entry in header.items() if name != "__metadata__"]
@@ -114,7 +116,7 @@ def _tensors(
         )
 
 
-def _tensor(file: Path, name: str, entry: Any) -> tuple[TensorSpec, int]:
+def _tensor(file: Path | str, name: str, entry: Any) -> tuple[TensorSpec, int]:
     if not 0 < len(name) <= NAME_CHARS or not _is_text(name):
         raise SourceError(
             f"{file}: a tensor's name {name[:64]!r} is empty, longer than {NAME_CHARS} characters "

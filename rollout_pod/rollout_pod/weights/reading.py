@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from rollout_pod.weights.headers import SourceError
+from rollout_pod.weights.locations import is_url
 
 TICK_S: Final = 0.1
 """How soon a cancelled call is noticed."""
@@ -23,8 +24,9 @@ class HangError(SourceError):
     given may still be written to.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"{path}: reading it hangs; is its file system reachable?", retryable=True)
+    def __init__(self, where: Path | str) -> None:
+        what = "server" if is_url(str(where)) else "file system"
+        super().__init__(f"{where}: reading it hangs; is its {what} reachable?", retryable=True)
 
 
 class Readers:
@@ -39,12 +41,12 @@ class Readers:
         self._left = [thread for thread in self._left if thread.is_alive()]
         return len(self._left)
 
-    async def run(self, call: Callable[[], T], *, path: Path, cancel: threading.Event) -> T:
+    async def run(self, call: Callable[[], T], *, path: Path | str, cancel: threading.Event) -> T:
         """The result of ``call``, which should end soon after ``cancel`` is set.
 
         Args:
             call: runs on a thread of its own.
-            path: what it reads, for the message.
+            path: folder or URL that it reads, for the message.
             cancel: whoever sets a deadline sets this.
 
         Raises:

@@ -1,12 +1,12 @@
 """The agent's memory: at most two versions, the committed one and the next."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollout_pod.weights.checkpoint import Fingerprint
 from rollout_pod.weights.segment import RoomError, Segment, remove_stale
-
-Fingerprint = tuple[tuple[str, int, int, int], ...]
+from rollout_pod.weights.spec import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Slot:
     segment: Segment
     ready: bool = False
     """All bytes are there."""
+    tensors: tuple[TensorSpec, ...] = ()
+    """What it holds, in the order of the layout."""
+    done: set[int] = field(default_factory=set)
+    """Pieces that are there while not all are: a later read goes on from them."""
 
 
 class Slots:
@@ -66,14 +70,15 @@ class Slots:
         return next((slot.segment for slot in self._slots if slot.ready), None)
 
     def obtain(self, key: SlotKey, nbytes: int) -> Slot:
-        """The slot that holds ``key`` already, or an empty one of at least ``nbytes``. Whatever is
-        neither this nor committed is given up; its memory is used again if it is large enough.
+        """The slot that holds ``key``, or a part of it, already, or an empty one of at least
+        ``nbytes``. Whatever is neither this nor committed is given up; its memory is used again if
+        it is large enough.
 
         Raises:
             RoomError: the limit or the file system does not allow it.
         """
         for slot in self._slots:
-            if slot.key == key and slot.ready:
+            if slot.key == key and (slot.ready or slot.done):
                 return slot
         spare: Segment | None = None
         for slot in [slot for slot in self._slots if slot is not self._committed]:
@@ -88,6 +93,13 @@ class Slots:
             spare = Segment.create(self._shm_dir, name, nbytes)
         slot = Slot(key, spare)
         self._slots.append(slot)
+        return slot
+
+    def held(self, version: str, path: str) -> Slot | None:
+        """The committed slot if it holds this version."""
+        slot = self._committed
+        if slot is None or (slot.key.version, slot.key.path) != (version, path):
+            return None
         return slot
 
     def commit(self, slot: Slot) -> None:

@@ -1,19 +1,29 @@
 """One session in the agent: read, introduce, send, end."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from rollout_pod.weights.agent_wire import Stage
 from rollout_pod.weights.buckets import Plan, make_plan
+from rollout_pod.weights.checkpoint import Checkpoint
+from rollout_pod.weights.headers import SourceError
+from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.reading import HangError, Readers
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.sender import Session, TransferFailed
 from rollout_pod.weights.slots import Slot, SlotKey, Slots
-from rollout_pod.weights.sources import Checkpoint, open_checkpoint, read_tensors
+from rollout_pod.weights.source_kinds import FolderSource, Source, source_of, verify_all
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 3.0
+"""How long the source of a version that is at hand may take to say that it has not changed."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +98,13 @@ class Job:
 
     async def _stage(self, started: float) -> StagedResult:
         request = self.request
-        path = Path(request.path)
-        checkpoint = await self.readers.run(
-            lambda: open_checkpoint(path), path=path, cancel=self.cancel
+        source = source_of(request.path)
+        checkpoint, held = await self._look(source)
+        manifest = (
+            checkpoint.manifest(request.version)
+            if checkpoint
+            else Manifest(request.version, held.tensors if held else ())
         )
-        manifest = checkpoint.manifest(request.version)
         self.total_bytes = manifest.nbytes
         plan = self._plan = make_plan(manifest.tensors, request.bucket_bytes)
         left = started + request.timeout - time.monotonic()
@@ -102,25 +114,72 @@ class Job:
         )  # fmt: skip
         await asyncio.to_thread(session.greet, left, self.slots.probe)
         await asyncio.to_thread(session.offer, manifest, left)
-        key = SlotKey(request.version, str(checkpoint.path), checkpoint.fingerprint)
-        self.slot = slot = await asyncio.to_thread(self.slots.obtain, key, plan.nbytes)
-        if not slot.ready:
-            try:
-                await self.readers.run(
-                    lambda: self._read(checkpoint, plan, slot), path=path, cancel=self.cancel
-                )
-            except HangError:
-                self.slots.withdraw(slot)
-                self.slot = None
-                raise
-            slot.ready = True
+        if checkpoint is None:
+            self.slot = held
+        else:
+            key = SlotKey(request.version, source.where, checkpoint.fingerprint)
+            self.slot = slot = await asyncio.to_thread(self.slots.obtain, key, plan.nbytes)
+            if not slot.ready:
+                slot.tensors = manifest.tensors
+                await self._fill(source, checkpoint, plan, slot)
+                slot.ready = True
         self.read_bytes = manifest.nbytes
         await asyncio.to_thread(session.check)
         return StagedResult(manifest.nbytes, len(manifest.tensors), time.monotonic() - started)
 
-    def _read(self, checkpoint: Checkpoint, plan: Plan, slot: Slot) -> None:
-        with memoryview(slot.segment.map) as target:
-            read_tensors(checkpoint, target, plan.offsets, progress=self._count, cancel=self.cancel)
+    async def _look(self, source: Source) -> "tuple[Checkpoint | None, Slot | None]":
+        """The source's headers; or, where it cannot be read and asks for the committed version, the
+        slot that holds that one.
+        """
+        held = self.slots.held(self.request.version, source.where)
+        cancel = self.cancel if held is None else _Either(self.cancel)
+        expiry = asyncio.get_running_loop().call_later(
+            LOOK_S if held else self.request.timeout, cancel.set
+        )
+        try:
+            found = await self.readers.run(
+                lambda: source.open(cancel), path=source.where, cancel=cancel
+            )
+        except SourceError as error:
+            if held is None or self.cancel.is_set():
+                raise
+            log.warning("%s; the committed version is sent from memory", error)
+            return None, held
+        finally:
+            expiry.cancel()
+        return found, None
+
+    async def _fill(self, source: Source, checkpoint: Checkpoint, plan: Plan, slot: Slot) -> None:
+        """Read all that the slot lacks, and compare it with the hashes that are known."""
+
+        def read() -> None:
+            with memoryview(slot.segment.map) as target:
+                source.read(
+                    checkpoint, target, plan.offsets, done=slot.done, progress=self._count,
+                    cancel=self.cancel,
+                )  # fmt: skip
+
+        def verify() -> None:
+            with memoryview(slot.segment.map) as target:
+                verify_all(checkpoint, target, plan.offsets, self.cancel)
+
+        try:
+            await self.readers.run(read, path=source.where, cancel=self.cancel)
+        except HangError:
+            # the kernel copes with memory that is gone, our own code that copies does not
+            give_up = self.slots.withdraw if isinstance(source, FolderSource) else self.slots.drop
+            give_up(slot)
+            self.slot = None
+            raise
+        try:
+            await self.readers.run(verify, path=source.where, cancel=self.cancel)
+        except SourceError as error:
+            if not self.cancel.is_set():
+                slot.done.clear()
+            if isinstance(error, HangError):
+                self.slots.drop(slot)
+                self.slot = None
+            raise
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
@@ -165,14 +224,27 @@ class Job:
         return True
 
     async def end(self, reason: str) -> None:
-        """Tell the ranks and close the connections; an unfinished slot is given up. Idempotent."""
+        """Tell the ranks and close the connections; an unfinished slot is given up, unless a later
+        read can go on from what it holds. Idempotent.
+        """
         self.cancel.set()
         session, self._session = self._session, None
         if session is not None:
             await asyncio.to_thread(_hang_up, session, reason)
-        if self.slot is not None and not self.slot.ready:
+        if self.slot is not None and not (self.slot.ready or self.slot.done):
             self.slots.drop(self.slot)
             self.slot = None
+
+
+class _Either(threading.Event):
+    """Set when it is set, or another."""
+
+    def __init__(self, other: threading.Event) -> None:
+        super().__init__()
+        self._other = other
+
+    def is_set(self) -> bool:
+        return super().is_set() or self._other.is_set()
 
 
 def _hang_up(session: Session, reason: str) -> None:
