@@ -176,7 +176,7 @@ def test_accepted(served: Cluster, spec: dict[str, Any]):
         ({"interruption": {"timeoutSeconds": 0}}, "spec.interruption.timeoutSeconds"),
         ({"template": []}, "spec.template"),
         ({"paused": "yes"}, "spec.paused"),
-        ({"sleep": {"level": 1}}, 'unknown field "spec.sleep"'),
+        ({"nap": {"level": 1}}, 'unknown field "spec.nap"'),
     ],
 )
 def test_rejected(served: Cluster, spec: dict[str, Any], words: str):
