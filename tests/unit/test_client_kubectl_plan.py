@@ -49,7 +49,7 @@ def test_undo_goes_to_what_was_committed_before(what, version, step):
         (body(None), "knows no version before base"),
         (
             body("b", entry("b"), entry("a"), path="/other/{version}"),
-            "a came from /ckpt/a, but spec.weights.source.path now means /other/a",
+            "a came from /ckpt/a, but spec.weights.source now means /other/a",
         ),
     ],
 )

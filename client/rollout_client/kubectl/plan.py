@@ -40,20 +40,27 @@ def undo_target(body: Object) -> Target:
     for entry in (body.get("status") or NOTHING).get("history") or ():
         if entry["phase"] != "Committed" or entry["version"] == now:
             continue
-        source = (entry.get("source") or NOTHING).get("path")
-        if source is not None and source != (there := _path(body, entry["version"])):
+        source = _place(entry.get("source"))
+        if source is not None and source != (there := _source(body, entry["version"])):
             raise CannotUndo(
-                f"{entry['version']} came from {source}, but spec.weights.source.path now means "
+                f"{entry['version']} came from {source}, but spec.weights.source now means "
                 f"{there or 'nothing'}; change it, or {hint}"
             )
         return Target(version=entry["version"], step=entry.get("step"))
     raise CannotUndo(f"the history of {name} knows no version before {now}; {hint}")
 
 
-def _path(body: Object, version: str) -> str | None:
+def _source(body: Object, version: str) -> str | None:
     weights = (body.get("spec") or NOTHING).get("weights") or NOTHING
-    path = (weights.get("source") or NOTHING).get("path")
-    return str(path).replace(PLACEHOLDER, version) if path else None
+    place = _place(weights.get("source"))
+    return place.replace(PLACEHOLDER, version) if place else None
+
+
+def _place(source: Object | None) -> str | None:
+    """A folder, or the folder's URL."""
+    found = source or NOTHING
+    place = found.get("path") or found.get("url")
+    return str(place) if place else None
 
 
 def condition(body: Object, kind: str) -> Object:
