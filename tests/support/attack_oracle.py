@@ -185,7 +185,8 @@ class Oracle:
             self._judge_document()
         self._judge_ready(supervisor.is_ready)
         error = supervisor.liveness_error()
-        if error and not (engine.dead or engine.doomed or engine.hangs or engine.start_error):
+        lost = engine.dead or engine.doomed or engine.hangs or engine.is_unclear
+        if error and not (lost or engine.start_error):
             raise AssertionError(f"a living engine is called dead: {error}")
         if engine.dead and engine.calls and not error and supervisor.is_started:
             raise AssertionError("a dead engine is called alive")
