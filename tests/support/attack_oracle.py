@@ -29,6 +29,8 @@ from tests.support.virtual_time import VirtualLoop
 GRACE_TURNS = 20
 """In which the supervisor may notice what happened."""
 GRACE_S = 0.5
+LEFT_S = 0.5
+"""In which a request ends whose caller has left; whole ones take longer."""
 HUNG_S = 140.0
 """In which a hung engine has to be found: a heartbeat, or the deadline of a call or a load."""
 
@@ -44,7 +46,7 @@ class Caller:
     since: float
     before: list[int] = field(default_factory=list)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    has_gone: bool = False
+    left_at: float | None = None
     task: "asyncio.Task[None]" = field(init=False)
     engine_ids: list[str] = field(default_factory=list)
     is_admitted: bool = False
@@ -208,7 +210,11 @@ class Oracle:
             if caller.task.done():
                 self._callers.remove(caller)
                 self._judge_answer(caller)
-            elif not caller.is_admitted and isinstance(caller.operation, StartRequest):
+                continue
+            left = caller.left_at
+            if left is not None and now - left > LEFT_S and not self._engine.hangs:
+                raise AssertionError(f"it goes on for a caller that has left: {caller}")
+            if not caller.is_admitted and isinstance(caller.operation, StartRequest):
                 late = now - caller.since - caller.operation.timeout_s
                 assert late < 1 or self._engine.hangs, f"parked too long: {caller}"
 
@@ -308,7 +314,7 @@ class Oracle:
         engine = caller.engine
         truth = caller.truth()
         if caller.task.cancelled():
-            assert caller.has_gone or engine.dead, "a caller was dropped"
+            assert caller.left_at is not None or engine.dead, "a caller was dropped"
             return
         error = caller.task.exception()
         if error is not None:
@@ -348,7 +354,7 @@ class Oracle:
         elif isinstance(error, GateStayedClosed):
             waited = self._loop.now - caller.since
             patience = caller.operation.timeout_s
-            assert caller.has_gone or waited >= patience, "sent away too early"
+            assert caller.left_at is not None or waited >= patience, "sent away too early"
         else:
             assert isinstance(error, NotReady | Draining), f"a caller got {error!r}"
         labels = [w.version for _, w in caller.streamed] or caller.labels

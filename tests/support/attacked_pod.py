@@ -122,7 +122,7 @@ class AttackedPod:
             case Disconnect(n, harshly):
                 caller = self._caller(n)
                 if caller:
-                    caller.has_gone = True
+                    caller.left_at = self.loop.now
                     caller.gone.set()
                     if harshly:
                         caller.task.cancel()
@@ -153,13 +153,15 @@ class AttackedPod:
 
     # -- ends
 
-    def settle(self, put: PutDocument) -> StateDocument:
-        """Faults are over, and this is asked for: it has to become so."""
+    def settle(self, put: PutDocument, *, last: AgentFault | None = None) -> StateDocument:
+        """Faults are over but for the ``last`` one, and this is asked for: it has to become so."""
         if self.boot.engine.hangs:  # it would be found, but only after loads that hang as well
             self.apply(Restart())
         self.boot.engine.armed.clear()
         self.agent.armed.clear()
         self.agent.send_script.clear()
+        if last:
+            self.apply(last)
         self.apply(put)
         end = self.loop.now + SETTLE_S
         while not self._is_settled(put):
@@ -234,7 +236,7 @@ class AttackedPod:
             raise AssertionError(f"taken into force: {other}")
 
     def _caller(self, n: int) -> Caller | None:
-        alive = [c for c in self.callers if not c.task.done() and not c.has_gone]
+        alive = [c for c in self.callers if not c.task.done() and c.left_at is None]
         return alive[-1 - n] if n < len(alive) else None
 
     def _call(self, operation: StartRequest | StartOpenAI) -> None:

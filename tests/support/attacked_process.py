@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ class AttackedProcess:
                 await self._put(put)
             case AgentFault("loses its sessions"):
                 self.faults += 1
-                self._process.child("rollout_pod", "weights").kill()
+                with suppress(AssertionError):  # it was killed just now, and is not back yet
+                    self._process.child("rollout_pod", "weights").kill()
             case AgentFault():
                 self.faults += 1
                 await self._put(PutDocument("step-3", path=str(self._versions / "broken")))

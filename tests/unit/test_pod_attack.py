@@ -63,7 +63,11 @@ class Machine(RuleBasedStateMachine):
             self.pod.abandon()
             return
         try:
-            self.pod.settle(attack.PutDocument("step-1", path="/final/1", paused=True))
+            unreachable = attack.AgentFault("stage fails", 2)
+            self.pod.settle(
+                attack.PutDocument("step-1", path="/final/1", paused=True), last=unreachable
+            )
+            self.pod.settle(attack.PutDocument("base"))
             self.pod.settle(attack.PutDocument("step-2", path="/final/2"))
         except BaseException:
             self.pod.abandon()
