@@ -28,7 +28,11 @@ GROWTH: Final = 0.05
 """Resident memory, last quarter to first quarter of the time after the warm-up."""
 WARM_UP: Final = 0.2
 """Share of the cycles that is not looked at: caches and pools fill."""
-ENGINE_ARGS: Final = ("--dtype=float32", "--max-model-len=2048", "--max-num-seqs=64")
+ENGINE_ARGS: Final = (
+    "--dtype=float32", "--max-model-len=2048", "--max-num-seqs=64",
+    # the memory of a KV block is there once it was used: few of them are soon all there
+    "--num-gpu-blocks-override=64",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
