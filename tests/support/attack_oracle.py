@@ -47,6 +47,7 @@ class Caller:
     before: list[int] = field(default_factory=list)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     left_at: float | None = None
+    ended_at: float = 0.0
     task: "asyncio.Task[None]" = field(init=False)
     engine_ids: list[str] = field(default_factory=list)
     is_admitted: bool = False
@@ -146,6 +147,7 @@ class Oracle:
     def watch(self, caller: Caller) -> None:
         """Its answer is to be judged."""
         self._callers.append(caller)
+        caller.task.add_done_callback(lambda _: setattr(caller, "ended_at", self._loop.now))
 
     def own(self, task: "asyncio.Task[None]") -> None:
         """A task of the driver's: an error in it is found."""
@@ -210,11 +212,7 @@ class Oracle:
             if caller.task.done():
                 self._callers.remove(caller)
                 self._judge_answer(caller)
-                continue
-            left = caller.left_at
-            if left is not None and now - left > LEFT_S and not self._engine.hangs:
-                raise AssertionError(f"it goes on for a caller that has left: {caller}")
-            if not caller.is_admitted and isinstance(caller.operation, StartRequest):
+            elif not caller.is_admitted and isinstance(caller.operation, StartRequest):
                 late = now - caller.since - caller.operation.timeout_s
                 assert late < 1 or self._engine.hangs, f"parked too long: {caller}"
 
@@ -313,6 +311,8 @@ class Oracle:
     def _judge_answer(self, caller: Caller) -> None:
         engine = caller.engine
         truth = caller.truth()
+        if caller.left_at is not None and engine.hung_at is None:
+            assert caller.ended_at - caller.left_at < LEFT_S, f"went on for nobody: {caller}"
         if caller.task.cancelled():
             assert caller.left_at is not None or engine.dead, "a caller was dropped"
             return

@@ -25,6 +25,8 @@ from rollout_pod.weights.agent_client import StageError, TransferError
 from tests.support.fakes import GARBAGE, FakeAgent, FakeEngine, FakeStaged
 
 WORLD = 2
+HAND_OVER = 6
+"""Turns that a request takes from ``generate`` to the scheduler."""
 CALL_S = 60.0
 """The deadline that the real engine gives its calls."""
 
@@ -54,6 +56,9 @@ class AttackedEngine(FakeEngine):
     """A cache that what slept has left could not be cleared: nobody knows any more what is there."""
     hung_at: float | None = None
     last_pause: str | None = None
+    turns: Callable[[], int] = lambda: 0
+    """Of the loop."""
+    _came: dict[str, int] = field(default_factory=dict)
     ledger: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     """By engine id: each token, with the version that really sampled it."""
 
@@ -74,6 +79,7 @@ class AttackedEngine(FakeEngine):
         self, request: EngineRequest, on_delta: OnDelta | None = None
     ) -> EngineOutput:
         truth = self.ledger.setdefault(request.engine_id, [])
+        self._came[request.engine_id] = self.turns()
 
         def note(delta: EngineDelta) -> None:
             fresh = self.cache_of == self.holds
@@ -96,7 +102,15 @@ class AttackedEngine(FakeEngine):
             self.doomed = "pause raises"
             raise EngineError("cannot pause")
         await self._call("pause")
-        await super().pause(keep=keep)
+        # what is on its way to the scheduler is not aborted: it waits there for the next pause
+        turns = self.turns()
+        late = [r for i, r in self._requests.items() if turns - self._came[i] < HAND_OVER]
+        waiting = [r for r in late if not keep and not r.aborted]
+        pausing = asyncio.ensure_future(super().pause(keep=keep))
+        await asyncio.sleep(0)
+        for request in waiting:
+            request.aborted = False
+        await pausing
         self.last_pause = "keep" if keep else "abort"
 
     async def resume(self) -> None:

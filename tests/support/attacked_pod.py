@@ -325,6 +325,7 @@ class AttackedPod:
         self.boots += 1
         engine = AttackedEngine(broken=self.oracle.breaks, loads=self.oracle.loads)
         engine.agent = self.agent
+        engine.turns = lambda: self.loop.turns
         supervisor = Supervisor(
             engine,
             self.agent,
