@@ -229,3 +229,4 @@ lets = st.builds(
     turns=st.sampled_from([0, 1, 2, 3, 5, 9, 30]),
     seconds=st.sampled_from([0, 0, 0, 0.02, 0.06, 0.1, 0.3, 3, 3, 30, 200]),
 )
+moments = st.builds(Let, turns=st.integers(0, 9), seconds=st.sampled_from([0, 0, 0.02, 0.1]))

@@ -166,6 +166,8 @@ class Oracle:
         """The process ended by itself."""
         if error is None:
             assert self.draining, "it ended without a reason"
+            assert self._supervisor and not self._supervisor.gate.is_open
+            assert self._engine.running == 0 or self._engine.dead, "drained with requests in it"
             return
         assert isinstance(error, PodFailed), f"the supervisor failed: {error!r}"
         assert self._supervisor

@@ -25,7 +25,7 @@ from rollout_pod.weights.agent_client import StageError, TransferError
 from tests.support.fakes import GARBAGE, FakeAgent, FakeEngine, FakeStaged
 
 WORLD = 2
-HAND_OVER = 6
+HAND_OVER = 15
 """Turns that a request takes from ``generate`` to the scheduler."""
 CALL_S = 60.0
 """The deadline that the real engine gives its calls."""
@@ -104,13 +104,14 @@ class AttackedEngine(FakeEngine):
         await self._call("pause")
         # what is on its way to the scheduler is not aborted: it waits there for the next pause
         turns = self.turns()
-        late = [r for i, r in self._requests.items() if turns - self._came[i] < HAND_OVER]
-        waiting = [r for r in late if not keep and not r.aborted]
-        pausing = asyncio.ensure_future(super().pause(keep=keep))
-        await asyncio.sleep(0)
-        for request in waiting:
+        waiting = [r for i, r in self._requests.items() if turns - self._came[i] < HAND_OVER]
+        spared = [r for r in waiting if not keep and not r.aborted]
+        pausing = super().pause(keep=keep)
+        pausing.send(None)  # up to where it lets others go on
+        for request in spared:
             request.aborted = False
-        await pausing
+        await asyncio.sleep(0)
+        pausing.close()
         self.last_pause = "keep" if keep else "abort"
 
     async def resume(self) -> None:

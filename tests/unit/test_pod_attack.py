@@ -4,7 +4,9 @@
 """
 
 import os
+from dataclasses import replace
 
+import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
@@ -56,6 +58,18 @@ class Machine(RuleBasedStateMachine):
     @rule(operation=attack.troubles, let=attack.lets)
     def fault(self, operation, let):
         self.do(operation, let)
+
+    @rule(
+        operation=attack.documents, callers=st.lists(attack.any_requests, min_size=1, max_size=4),
+        moment=attack.moments, then=st.one_of(attack.documents, attack.ends), let=attack.lets,
+    )  # fmt: skip
+    def callers_in_flight(self, operation, callers, moment, then, let):
+        """Chance alone seldom finds a pod that serves."""
+        self.do(replace(operation, paused=False), attack.Let(seconds=3))
+        for caller in callers:
+            self.do(caller, attack.Let(turns=0))
+        self.do(moment, attack.Let(turns=0))
+        self.do(then, let)
 
     def teardown(self) -> None:
         """Faults are over: the newest document comes true, and nothing is left."""
