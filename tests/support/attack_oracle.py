@@ -162,12 +162,18 @@ class Oracle:
         """The engine was asked for what must never be."""
         self._broken.append(what)
 
+    def exits(self, task: "asyncio.Task[None]") -> None:
+        """The supervisor returns: everybody has an answer, if the engine could still give one."""
+        engine = self._engine
+        is_lame = engine.dead or engine.doomed or engine.hangs
+        if not (task.cancelled() or task.exception() or is_lame) and engine.running:
+            self.breaks("it ended with requests in its engine")
+
     def ended(self, error: BaseException | None) -> None:
         """The process ended by itself."""
         if error is None:
             assert self.draining, "it ended without a reason"
             assert self._supervisor and not self._supervisor.gate.is_open
-            assert self._engine.running == 0 or self._engine.dead, "drained with requests in it"
             return
         assert isinstance(error, PodFailed), f"the supervisor failed: {error!r}"
         assert self._supervisor

@@ -337,6 +337,7 @@ class AttackedPod:
         task = asyncio.get_running_loop().create_task(supervisor.run(), name="supervisor")
         boot = Boot(engine, supervisor, generation, task)
         self.oracle.booted(supervisor, engine)
+        task.add_done_callback(self.oracle.exits)
         return boot
 
     async def _restart(self, *, fresh: bool) -> None:

@@ -61,7 +61,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         operation=attack.documents, callers=st.lists(attack.any_requests, min_size=1, max_size=4),
-        moment=attack.moments, then=st.one_of(attack.documents, attack.ends), let=attack.lets,
+        moment=attack.moments, then=st.one_of(attack.documents, attack.ends, attack.deaths), let=attack.lets,
     )  # fmt: skip
     def callers_in_flight(self, operation, callers, moment, then, let):
         """Chance alone seldom finds a pod that serves."""
