@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from rollout_pod.weights.device import Device
 from rollout_pod.weights.loader import Expected
 from rollout_pod.weights.push import spec_of
 from rollout_pod.weights.receiver import Receiver
@@ -141,7 +142,9 @@ class Place:
     def rank_sockets(self) -> list[Path]:
         return [receiver.socket_path for receiver in self.receivers]
 
-    def start_receivers(self, *expected: Expected | None) -> list[Receiver]:
+    def start_receivers(
+        self, *expected: Expected | None, device: Device | None = None
+    ) -> list[Receiver]:
         for rank, yardstick in enumerate(expected):
             receiver = Receiver(
                 rank=rank,
@@ -150,6 +153,7 @@ class Place:
                 socket_path=self.run_dir / "ranks" / f"rank-{rank}.sock",
                 shm_dir=self.shm_dir,
                 expected=lambda yardstick=yardstick: yardstick,
+                device=device,
             )
             receiver.start()
             self.receivers.append(receiver)

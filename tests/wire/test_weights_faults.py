@@ -386,7 +386,7 @@ async def test_the_sender_must_address_all_ranks_over_shared_memory(
     await refused("must address all ranks", False, [two, one])
     await refused("nobody listens on .*rank-7.sock", True, [one, two.with_name("rank-7.sock")])
     await refused("rank 1: the engine has not recorded its boot load", True, [one, two])
-    receivers[1]._talker._shm_dir = place.root
+    receivers[1]._memories.shm_dir = place.root
     await refused("transport shared_memory does not.*mount the same", False, [one, two])
     assert place.segments() == []
 

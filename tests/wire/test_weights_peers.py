@@ -65,7 +65,7 @@ class RawSender:
         self.say(
             wire.Hello(
                 session=self.session, rank=0, world=1, transport="shared_memory",
-                probe=self.memory.name, token=token,
+                token=token, probe=self.memory.name,
             )
         )  # fmt: skip
         return self.hear()
@@ -299,16 +299,16 @@ async def test_no_acknowledgement_before_the_load(place: Place, raw: RawSender) 
 
 
 async def test_garbage(place: Place, raw: RawSender) -> None:
-    other = msgpack.packb({"v": 2, "kind": "hello", "session": "s1"})
-    unknown = msgpack.packb({"v": 1, "kind": "please"})
-    extra = msgpack.packb({"v": 1, "kind": "abort", "session": "s", "reason": "", "more": 1})
-    loose = msgpack.packb({"v": 1, "kind": "abort", "session": 5, "reason": ""})
+    other = msgpack.packb({"v": 3, "kind": "hello", "session": "s1"})
+    unknown = msgpack.packb({"v": 2, "kind": "please"})
+    extra = msgpack.packb({"v": 2, "kind": "abort", "session": "s", "reason": "", "more": 1})
+    loose = msgpack.packb({"v": 2, "kind": "abort", "session": 5, "reason": ""})
     for junk, words in (
         (b"", "no msgpack"),
         (b"\xc1", "no msgpack"),
         (b"\x93\x01\x02\x03", "no msgpack map"),
         (b"\x80\x04\x95", "no msgpack"),  # how a pickle begins
-        (other, "the peer speaks protocol 2, this side 1"),
+        (other, "the peer speaks protocol 3, this side 2"),
         (unknown, "kind"),
         (extra, "more"),
         (loose, "session"),

@@ -183,6 +183,12 @@ class RankReport:
     error: str = ""
     touched: bool = True
     """Whether the model was changed: a load that failed untouched poisons nothing."""
+    path: str = ""
+    """How it was loaded: ``weights.loader.Path``."""
+    note: str = ""
+    """Why not by a faster one."""
+    steps: tuple[tuple[str, float], ...] = ()
+    """Seconds."""
 
 
 @dataclass(frozen=True)

@@ -500,11 +500,7 @@ class VllmEngine:
                 RankReport(rank, host, False, version, seconds=seconds, error=str(error))
                 for rank in range(self._world)
             )
-        # What a rank refused to begin, it has not touched.
-        reports = (
-            RankReport(**answer, touched=not answer["error"].startswith("refused:"))
-            for answer in answers
-        )
+        reports = (RankReport(**answer) for answer in answers)
         return tuple(sorted(reports, key=lambda report: report.rank))
 
     async def publish_version(self, version: str) -> None:

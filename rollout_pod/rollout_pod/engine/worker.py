@@ -10,9 +10,12 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rollout_pod.engine import boot_record, cpu_repairs
 from rollout_pod.engine.layerwise import LayerwiseLoader
 from rollout_pod.engine.orphan import SERVER_PID, die_with
+from rollout_pod.weights.cuda import Cuda
 from rollout_pod.weights.loader import Expected
 from rollout_pod.weights.receiver import Receiver
 
@@ -21,6 +24,13 @@ log = logging.getLogger(__name__)
 boot_record.install()
 if SERVER_PID in os.environ:
     die_with(int(os.environ[SERVER_PID]))
+
+
+def _device() -> Cuda | None:
+    """This worker's GPU, if it has one."""
+    if not torch.cuda.is_available():
+        return None
+    return Cuda(torch.cuda.current_device())
 
 
 class UpdatesUnsupportedError(RuntimeError):
@@ -77,6 +87,7 @@ class RolloutWorker:
             socket_path=path,
             shm_dir=Path(shm_dir),
             expected=expected,
+            device=_device(),
         )
         self._rollout_receiver.start()
         return {"rank": rank, "host": socket.gethostname(), "socket": str(path)}

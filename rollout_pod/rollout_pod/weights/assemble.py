@@ -1,42 +1,18 @@
-"""Whole tensors out of buckets, in the process that loads them."""
+"""Whole tensors, or pieces of them, out of what a sender announces."""
 
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
 
 from rollout_pod.weights.buckets import BucketError, Entry
+from rollout_pod.weights.copies import Piece
 from rollout_pod.weights.manifest import Manifest
-from rollout_pod.weights.segment import Attached, attach
+from rollout_pod.weights.memory import Memories, Source
 from rollout_pod.weights.spec import TensorSpec
-from rollout_pod.weights.wire import BucketReady
+from rollout_pod.weights.wire import BucketReady, Direct
 
-
-class Mappings:
-    """Segments by name, each mapped once in a load and unmapped after it: a mapping that
-    outlived its segment's removal would keep the sender from getting the memory back.
-    """
-
-    def __init__(self, shm_dir: Path) -> None:
-        self._shm_dir = shm_dir
-        self._open: dict[str, Attached] = {}
-
-    def get(self, name: str) -> Attached:
-        """Map a segment, or find it mapped.
-
-        Raises:
-            AttachError: see ``segment.attach``.
-        """
-        found = self._open.get(name)
-        if found is None:
-            found = self._open[name] = attach(self._shm_dir, name)
-        return found
-
-    def close(self) -> None:
-        """Unmap all."""
-        for mapping in self._open.values():
-            mapping.close()
-        self._open.clear()
+Tensors = list[tuple[str, torch.Tensor]]
 
 
 class Assembler:
@@ -44,51 +20,132 @@ class Assembler:
 
     A tensor that lies in one bucket is a view of it, valid until the bucket is acknowledged; the
     pieces of a larger one are gathered in memory of their own.
+
+    Args:
+        manifest: of the session.
+        memories: of its sender.
+        pieces: names of tensors that are not wanted whole.
     """
 
-    def __init__(self, manifest: Manifest, mappings: Mappings) -> None:
+    def __init__(
+        self, manifest: Manifest, memories: Memories, pieces: Collection[str] = ()
+    ) -> None:
         self._tensors = manifest.tensors
         self._aliases: dict[str, list[str]] = {}
         for alias, name in manifest.aliases:
             self._aliases.setdefault(name, []).append(alias)
-        self._mappings = mappings
+        self._memories = memories
+        self._pieces = frozenset(pieces)
         self._parts: dict[int, torch.Tensor] = {}
 
-    def take(self, bucket: BucketReady) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that this bucket completes, with their aliases.
+    @property
+    def wanted(self) -> bool:
+        """Whether any tensor is wanted whole."""
+        return any(spec.name not in self._pieces for spec in self._tensors)
+
+    def find(self, bucket: BucketReady) -> Source:
+        """The memory of a bucket, as the sender left it.
 
         Raises:
             AttachError: no such segment.
-            BucketError: the segment ends before the bucket does.
+            BucketError: it ends before the bucket does.
         """
-        mapped = self._mappings.get(bucket.segment)
-        if bucket.base + bucket.length > mapped.size:
+        source = self._memories.get(bucket.segment)
+        if bucket.base + bucket.length > source.size:
             raise BucketError(
                 f"bucket {bucket.seq} ends at {bucket.base + bucket.length}, its segment "
-                f"{bucket.segment} at {mapped.size}"
+                f"{bucket.segment} at {source.size}"
             )
-        mapped.refresh(bucket.base, bucket.length)
-        whole: list[tuple[str, torch.Tensor]] = []
+        source.refresh(bucket.base, bucket.length)
+        return source
+
+    def take(self, bucket: BucketReady, source: Source) -> Tensors:
+        """The tensors that this bucket completes, with their aliases, without those of which
+        only pieces are wanted.
+        """
+        whole: Tensors = []
         for entry in bucket.pieces():
             spec = self._tensors[entry.tensor]
-            tensor = self._piece(mapped, bucket.base, entry, spec)
+            if spec.name in self._pieces:
+                continue
+            tensor = self._piece(source, bucket.base, entry, spec)
             if tensor is not None:
-                whole.append((spec.name, tensor))
-                whole.extend((alias, tensor) for alias in self._aliases.get(spec.name, ()))
+                whole.extend((name, tensor) for name in self._names(spec))
         return whole
 
+    def completed(self, bucket: BucketReady) -> list[str]:
+        """Names, without aliases, of tensors whose last byte is in this bucket."""
+        return [
+            spec.name
+            for entry in bucket.pieces()
+            if entry.tensor_offset + entry.nbytes == (spec := self._tensors[entry.tensor]).nbytes
+        ]
+
+    def cut(self, bucket: BucketReady, source: Source) -> list[Piece]:
+        """The pieces in this bucket of tensors that are not wanted whole."""
+        start = source.address + bucket.base
+        return [
+            Piece(name, entry.tensor_offset, entry.nbytes, start + entry.offset)
+            for entry in bucket.pieces()
+            if (spec := self._tensors[entry.tensor]).name in self._pieces
+            for name in self._names(spec)
+        ]
+
+    # --- all at once, where the sender has them ---
+
+    def regions(self, message: Direct) -> list[Source]:
+        """The memory that ``message`` speaks of.
+
+        Raises:
+            AttachError, BucketError: a region is not there.
+        """
+        sources = [self._memories.get(name) for name in message.regions]
+        if not all(source.on_device for source in sources):
+            raise BucketError("direct: a region is not the GPU's memory")
+        return sources
+
+    def check(self, message: Direct, sources: Sequence[Source]) -> None:
+        """Raise ``BucketError`` if a tensor lies outside of its region."""
+        for spec, (region, offset) in zip(self._tensors, message.places, strict=True):
+            if region >= len(sources) or offset + spec.nbytes > sources[region].size:
+                raise BucketError(f"direct: tensor {spec.name!r} lies outside of its region")
+
+    def views(self, message: Direct, sources: Sequence[Source]) -> Tensors:
+        """All tensors that are wanted whole, with their aliases; views of the sender's memory."""
+        whole: Tensors = []
+        for spec, (region, offset) in zip(self._tensors, message.places, strict=True):
+            if spec.name not in self._pieces:
+                if spec.nbytes:
+                    view = sources[region].view(offset, spec.nbytes)
+                    tensor = view.view(_dtype(spec)).reshape(spec.shape)
+                else:
+                    tensor = torch.empty(spec.shape, dtype=_dtype(spec))
+                whole.extend((name, tensor) for name in self._names(spec))
+        return whole
+
+    def places(self, message: Direct, sources: Sequence[Source]) -> list[Piece]:
+        """All tensors that are not wanted whole, each as one piece."""
+        return [
+            Piece(name, 0, spec.nbytes, sources[region].address + offset)
+            for spec, (region, offset) in zip(self._tensors, message.places, strict=True)
+            if spec.name in self._pieces
+            for name in self._names(spec)
+        ]
+
+    def _names(self, spec: TensorSpec) -> list[str]:
+        return [spec.name, *self._aliases.get(spec.name, ())]
+
     def _piece(
-        self, mapped: Attached, base: int, entry: Entry, spec: TensorSpec
+        self, source: Source, base: int, entry: Entry, spec: TensorSpec
     ) -> torch.Tensor | None:
         if spec.nbytes == 0:
             return torch.empty(spec.shape, dtype=_dtype(spec))
-        data = torch.frombuffer(
-            mapped.map, dtype=torch.uint8, count=entry.nbytes, offset=base + entry.offset
-        )
+        data = source.view(base + entry.offset, entry.nbytes)
         if entry.nbytes < spec.nbytes:
             part = self._parts.get(entry.tensor)
             if part is None:
-                part = self._parts[entry.tensor] = torch.empty(spec.nbytes, dtype=torch.uint8)
+                part = torch.empty(spec.nbytes, dtype=torch.uint8, device=data.device)
+                self._parts[entry.tensor] = part
             end = entry.tensor_offset + entry.nbytes
             part[entry.tensor_offset : end].copy_(data)
             if end < spec.nbytes:

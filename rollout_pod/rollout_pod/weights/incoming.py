@@ -6,7 +6,7 @@ from typing import Literal
 
 from rollout_pod.weights.buckets import ALIGN, WINDOW, Account, BucketError
 from rollout_pod.weights.manifest import Manifest
-from rollout_pod.weights.wire import BucketReady, Finish
+from rollout_pod.weights.wire import BucketReady, Direct, Finish
 
 
 class OrderError(ValueError):
@@ -20,7 +20,7 @@ class Failed:
     reason: str
 
 
-Work = BucketReady | Finish | Failed
+Work = BucketReady | Direct | Finish | Failed
 
 
 @dataclass
@@ -65,6 +65,27 @@ class Incoming:
         if message.base % ALIGN:
             raise BucketError(f"bucket {message.seq}: base {message.base} is not {ALIGN}-aligned")
         self.account.take(message.seq, message.length, message.pieces())
+        self.work.put(message)
+
+    def direct(self, message: Direct) -> None:
+        """Take all tensors at once, where they lie.
+
+        Args:
+            message: with its places.
+
+        Raises:
+            OrderError: no manifest yet, after a bucket or after ``finish``.
+            BucketError: the places are not those of the manifest's tensors.
+        """
+        self._expect_bytes("direct")
+        if self.account.buckets:
+            raise OrderError("direct: after a bucket")
+        assert self.manifest is not None  # noqa: S101 - accept() sets both
+        if len(message.places) != len(self.manifest.tensors):
+            raise BucketError(
+                f"direct: {len(message.places)} places for {len(self.manifest.tensors)} tensors"
+            )
+        self.account.take_all()
         self.work.put(message)
 
     def finish(self, message: Finish) -> None:

@@ -4,14 +4,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from rollout_pod.weights import wire
 from rollout_pod.weights.assemble import Assembler
+from rollout_pod.weights.copies import Piece
 from rollout_pod.weights.incoming import Failed, Incoming
-from rollout_pod.weights.loader import Loader
+from rollout_pod.weights.loader import Loader, ReplayingLoader
 from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.memory import Memories
 from rollout_pod.weights.talking import ERROR_CHARS
 
 log = logging.getLogger(__name__)
@@ -21,61 +23,93 @@ class LoadError(Exception):
     """Why a load ends; the message is for the report."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loading:
     """One load of one session, on the loading thread.
 
     Args:
         incoming: whose ``work`` is taken; ``lock`` guards it.
+        memories: of the session's sender.
         post: sends a message to the session's sender.
         deadline: of ``time.monotonic``.
     """
 
     incoming: Incoming
     manifest: Manifest
-    assembler: Assembler
+    memories: Memories
     loader: Loader
     lock: threading.Lock
     post: Callable[[wire.Message], None]
     deadline: float
+    touched: bool = False
+    """Whether a byte of the model may have changed, or its state is one that needs a flush."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """Seconds: until the first bytes came, then waiting for more, and loading."""
 
-    def run(self) -> tuple[int, int]:
+    def run(self, *, flush: bool) -> tuple[int, int]:
         """Load until ``finish``; returns how many tensors and bytes the loader was given.
 
         Raises:
             LoadError: the session failed, timed out, or is incomplete; or what the loader raised.
         """
+        loader = self.loader
+        if flush:
+            self.touched = True
+            loader.flush()
+        names: frozenset[str] = frozenset()
+        if isinstance(loader, ReplayingLoader):
+            names = loader.prepare(self.manifest)
         sizes = {tensor.name: tensor.nbytes for tensor in self.manifest.tensors}
+        if not sizes.keys() <= names:
+            self.touched = True
+        self._timed("begin", loader.begin)
+        assembler = Assembler(self.manifest, self.memories, names)
         given: set[str] = set()
         while True:
-            work = self._next(len(given))
+            work = self._next("wait" if given else "first", len(given))
             if isinstance(work, wire.Finish):
                 break
-            given.update(name for name in self._load(work) if name in sizes)
+            self.touched = True
+            given.update(self._load(assembler, work))
         if given != sizes.keys():
             raise LoadError(f"{len(given)} tensors were loaded, the manifest has {len(sizes)}")
+        self._timed("finish", loader.finish)
         return len(given), sum(sizes.values())
 
-    def _next(self, tensors: int) -> "wire.BucketReady | wire.Finish":
+    def _timed(self, step: str, call: Callable[[], None]) -> None:
+        started = time.monotonic()
         try:
-            work = self.incoming.work.get(timeout=max(self.deadline - time.monotonic(), 0))
+            call()
+        finally:
+            self.steps[step] = self.steps.get(step, 0.0) + time.monotonic() - started
+
+    def _next(self, step: str, tensors: int) -> "wire.BucketReady | wire.Direct | wire.Finish":
+        started = time.monotonic()
+        try:
+            work = self.incoming.work.get(timeout=max(self.deadline - started, 0))
         except queue.Empty:
             reason = f"timed out after {self.incoming.acked} buckets and {tensors} tensors"
             self._fail(reason)
             raise LoadError(reason) from None
+        finally:
+            self.steps[step] = self.steps.get(step, 0.0) + time.monotonic() - started
         with self.lock:
             failure = self.incoming.failure
         if failure or isinstance(work, Failed):
             raise LoadError(failure)
         return work
 
-    def _load(self, bucket: "wire.BucketReady") -> list[str]:
-        """Load a bucket and acknowledge it, only then; returns the names that it completed."""
-        session, seq = self.incoming.session, bucket.seq
+    def _load(self, assembler: Assembler, work: "wire.BucketReady | wire.Direct") -> Sequence[str]:
+        """Load and acknowledge, only then; returns the names that are complete by it."""
+        session = self.incoming.session
+        seq = work.seq if isinstance(work, wire.BucketReady) else 0
         try:
-            whole = self.assembler.take(bucket)
-            if whole:
-                self.loader.load(whole)
+            if isinstance(work, wire.BucketReady):
+                self._timed("load", lambda: self._bucket(assembler, work))
+                names: Sequence[str] = assembler.completed(work)
+            else:
+                self._timed("load", lambda: self._direct(assembler, work))
+                names = [tensor.name for tensor in self.manifest.tensors]
         except Exception as error:
             log.exception("bucket %d of session %s failed", seq, session)
             reason = f"bucket {seq}: {type(error).__name__}: {error}"[:ERROR_CHARS]
@@ -85,7 +119,44 @@ class Loading:
         with self.lock:
             self.incoming.acked += 1
         self.post(wire.Ack(session=session, seq=seq, ok=True))
-        return [name for name, _ in whole]
+        return names
+
+    def _bucket(self, assembler: Assembler, bucket: wire.BucketReady) -> None:
+        source = assembler.find(bucket)
+        if isinstance(self.loader, ReplayingLoader):
+            # an equal window of the same mapping holds the same pieces in every update
+            key = (source.serial, self.manifest.digest, bucket.base, bucket.entries)
+            self.loader.replay(
+                key if source.serial else None,
+                lambda: assembler.cut(bucket, source),
+                on_device=source.on_device,
+            )
+        whole = assembler.take(bucket, source)
+        if whole:
+            self.loader.load(whole)
+        self._settle()
+
+    def _direct(self, assembler: Assembler, message: wire.Direct) -> None:
+        sources = assembler.regions(message)
+        if isinstance(self.loader, ReplayingLoader):
+            key = (message.digest, self.manifest.digest, *(source.serial for source in sources))
+
+            def pieces() -> Sequence[Piece]:
+                assembler.check(message, sources)
+                return assembler.places(message, sources)
+
+            self.loader.replay(key, pieces, on_device=True)
+        if assembler.wanted:
+            assembler.check(message, sources)
+            self.loader.load(assembler.views(message, sources))
+        self._settle()
+
+    def _settle(self) -> None:
+        """The memory may be used again after this: no copy out of it is still queued."""
+        if isinstance(self.loader, ReplayingLoader):
+            self.loader.wait()
+        if self.memories.device is not None:
+            self.memories.device.synchronize()
 
     def _fail(self, reason: str) -> None:
         with self.lock:

@@ -1,10 +1,14 @@
 """The manifest of a version, and its comparison with what a rank was booted with. Pure."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Final
+
+import msgpack
 
 from rollout_pod.weights.spec import Expected, TensorSpec
 
@@ -31,10 +35,28 @@ class Manifest:
     tensors: tuple[TensorSpec, ...]
     aliases: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
+    def digest(self) -> str:
+        """Of everything but the version: equal ones can stand for each other."""
+        tensors = [(t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors]
+        return digest_of((tensors, self.aliases))
+
+    def renamed(self, version: str) -> "Manifest":
+        """The same tensors as another version."""
+        made = Manifest(version, self.tensors, self.aliases)
+        # what was computed of the tensors, which can be tens of thousands, holds there too
+        made.__dict__.update(digest=self.digest, nbytes=self.nbytes)
+        return made
+
+    @cached_property
     def nbytes(self) -> int:
         """Sum over all tensors, in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def digest_of(value: object) -> str:
+    """Of anything that msgpack can carry."""
+    return hashlib.blake2b(msgpack.packb(value), digest_size=20).hexdigest()
 
 
 def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:

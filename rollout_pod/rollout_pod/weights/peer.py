@@ -25,7 +25,12 @@ class RankPeer:
     socket: "zmq.Socket[bytes]" = field(repr=False)
     monitor: "zmq.Socket[bytes]" = field(repr=False)
     connected: bool = False
+    asked: wire.Transport = "shared_memory"
     welcome: wire.Welcome | None = None
+    unfit: str = ""
+    """Why the transport that was asked for does not work, where others may be tried."""
+    tolerant: bool = False
+    mapped: wire.Mapped | None = None
     accepted: bool = False
     problems: tuple[str, ...] = ()
     acked: int = 0
@@ -59,6 +64,23 @@ class RankPeer:
         socket.connect(address)
         return cls(session, rank, world, path, socket, monitor)
 
+    def renew(self, session: str) -> None:
+        """Begin another session on this connection."""
+        self.session = session
+        self.welcome = self.mapped = self.report = self.refused = None
+        self.accepted = False
+        self.problems = ()
+        self.acked = 0
+        self.failed = self.unfit = ""
+
+    def ask(self, hello: wire.Hello, *, tolerant: bool) -> None:
+        """Say hello, once more if need be."""
+        self.asked = hello.transport
+        self.tolerant = tolerant
+        self.welcome = None
+        self.unfit = ""
+        self.send(hello)
+
     @property
     def trouble(self) -> str:
         """Why this rank cannot go on; empty if it can."""
@@ -66,7 +88,8 @@ class RankPeer:
             return f"rank {self.rank}: {self.report.error}"
         if self.refused is not None:
             return f"rank {self.rank}: {self.refused.message}"
-        words = self.failed or self.lost
+        unmapped = self.mapped.error if self.mapped is not None else ""
+        words = self.failed or self.lost or unmapped
         return f"rank {self.rank}: {words}" if words else ""
 
     def send(self, message: wire.Message) -> None:
@@ -112,17 +135,25 @@ class RankPeer:
 
     def _take(self, message: wire.ToSender) -> None:
         if isinstance(message, wire.Refused):
+            if message.session not in ("", self.session):
+                return
+            if message.code == "transport" and self.tolerant:
+                self.unfit = message.message
+                return
             self.refused = self.refused or message
         elif message.session != self.session:
             return  # of an earlier session on this socket
         elif isinstance(message, wire.Welcome):
             if (message.rank, message.world) != (self.rank, self.world):
                 raise wire.WireError(f"it is rank {message.rank} of {message.world}")
-            self.welcome = message
+            if message.transport == self.asked:  # else it answers the hello before
+                self.welcome = message
         elif isinstance(message, wire.Accepted):
             self.accepted = True
         elif isinstance(message, wire.Rejected):
             self.problems = message.problems or ("the manifest is rejected without a reason",)
+        elif isinstance(message, wire.Mapped):
+            self.mapped = message
         elif isinstance(message, wire.Ack):
             if message.ok and message.seq != self.acked:
                 raise wire.WireError(f"acknowledged bucket {message.seq} instead of {self.acked}")

@@ -1,23 +1,17 @@
-"""The sending end for whoever holds tensors, not files: two buffers of bucket size."""
+"""One update for whoever holds tensors, not files. ``trainer`` keeps what this makes each time."""
 
-import secrets
 import time
 from collections.abc import Iterable
 
 import torch
 
-from rollout_pod.weights.buckets import WINDOW, Entry, align, make_plan
+from rollout_pod.weights.buckets import WINDOW, make_plan
+from rollout_pod.weights.fill import Filler, Ring, SegmentRing, SourceChangedError, spec_of
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.segment import Segment
 from rollout_pod.weights.sender import Session, TransferFailed
-from rollout_pod.weights.spec import TensorSpec
 
-
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """What a manifest says of a tensor."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size())
+__all__ = ["send_weights", "spec_of", "stream"]
 
 
 def send_weights(
@@ -38,52 +32,42 @@ def send_weights(
         RoomError: not enough shared memory for two buckets.
     """
     deadline = time.monotonic() + timeout_s
-    plan = make_plan(manifest.tensors, bucket_bytes)
-    size = align(max((bucket.length for bucket in plan.buckets), default=0))
-    source = _Source(tensors, manifest)
-    buffers: Segment | None = None
+    ring: SegmentRing | None = None
     try:
-        name = f"{session.prefix}{secrets.token_hex(8)}"
-        buffers = Segment.create(session.shm_dir, name, WINDOW * size)
-        for bucket in plan.buckets:
-            base = bucket.seq % WINDOW * size
-            session.reserve(deadline)
-            for entry in bucket.entries:
-                source.copy(entry, buffers, base)
-            session.push(bucket, segment=name, base=base)
-        source.end()
-        return session.finish(deadline)
+        plan = make_plan(manifest.tensors, bucket_bytes)
+        longest = max((bucket.length for bucket in plan.buckets), default=0)
+        ring = SegmentRing(session.shm_dir, session.prefix, longest)
+        return stream(session, tensors, manifest, ring, bucket_bytes, deadline)
     except BaseException as error:
         session.abort(f"{type(error).__name__}: {error}")
         raise
     finally:
         session.close()
-        if buffers is not None:
-            buffers.close()
+        if ring is not None:
+            ring.close()
 
 
-class _Source:
-    """Takes tensors off the iterator when the first piece of one is needed."""
+def stream(
+    session: Session,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    manifest: Manifest,
+    ring: Ring,
+    bucket_bytes: int,
+    deadline: float,
+) -> tuple[LoadReport, ...]:
+    """All buckets and the end; the caller ends session and ring.
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], manifest: Manifest) -> None:
-        self._tensors = iter(tensors)
-        self._manifest = manifest
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def copy(self, entry: Entry, buffers: Segment, base: int) -> None:
-        if entry.tensor_offset == 0:
-            want = self._manifest.tensors[entry.tensor]
-            name, tensor = next(self._tensors, ("(no more tensors)", torch.empty(0)))
-            if spec_of(name, tensor) != want:
-                raise TransferFailed(f"the tensor is {spec_of(name, tensor)}, manifest: {want}")
-            self._bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if entry.nbytes:
-            target = torch.frombuffer(
-                buffers.map, dtype=torch.uint8, count=entry.nbytes, offset=base + entry.offset
-            )
-            end = entry.tensor_offset + entry.nbytes
-            target.copy_(self._bytes[entry.tensor_offset : end])
-
-    def end(self) -> None:
-        for name, _ in self._tensors:
-            raise TransferFailed(f"tensor {name!r} comes after all of the manifest")
+    Raises:
+        TransferFailed: see ``send_weights``.
+    """
+    filler = Filler(tensors, manifest, ring)
+    try:
+        for bucket in make_plan(manifest.tensors, bucket_bytes).buckets:
+            base = bucket.seq % WINDOW * ring.size
+            session.reserve(deadline)
+            filler.fill(bucket, base)
+            session.push(bucket, segment=ring.name, base=base)
+        filler.end()
+    except SourceChangedError as error:
+        raise TransferFailed(str(error)) from error
+    return session.finish(deadline)

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollout_pod.weights import wire
-from rollout_pod.weights.assemble import Assembler, Mappings
-from rollout_pod.weights.loader import Loader
+from rollout_pod.weights.device import Device
+from rollout_pod.weights.loader import Loader, ReplayingLoader
 from rollout_pod.weights.loading import LoadError, Loading
+from rollout_pod.weights.memory import Memories
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.spec import Expected
 from rollout_pod.weights.talking import ERROR_CHARS, Talker
@@ -30,6 +31,7 @@ class Receiver:
         socket_path: where to bind; at most 107 bytes.
         shm_dir: where the sender's segments are mounted here.
         expected: what the boot load recorded, None until it has; called on the thread.
+        device: the rank's GPU; without one only shared memory is possible.
     """
 
     def __init__(
@@ -41,17 +43,18 @@ class Receiver:
         socket_path: Path,
         shm_dir: Path,
         expected: Callable[[], Expected | None],
+        device: Device | None = None,
     ) -> None:
         self.rank = rank
         self.socket_path = socket_path
         self._host = host
-        self._shm_dir = shm_dir
+        self._memories = Memories(shm_dir, device)
         self._talker = Talker(
             rank=rank,
             world=world,
             host=host,
             socket_path=socket_path,
-            shm_dir=shm_dir,
+            memories=self._memories,
             expected=expected,
         )
 
@@ -67,13 +70,14 @@ class Receiver:
     def close(self) -> None:
         """End the thread; a load in progress fails. Idempotent."""
         self._talker.close()
+        self._memories.forget()
 
     def load(
         self, session: str, loader: Loader, *, version: str, flush: bool, timeout_s: float
     ) -> LoadReport:
         """Give the model what ``session`` brings. Blocks; never raises for what a sender does or a
-        loader raises: the report says so. The model is untouched only if ``error`` says that the
-        session was refused; after any other failure load anew, with ``flush``.
+        loader raises: the report says so. After a failure that ``touched`` the model load anew,
+        with ``flush``.
 
         Args:
             session: the session whose manifest this rank has accepted.
@@ -84,32 +88,35 @@ class Receiver:
         """
         started = time.monotonic()
         tensors = nbytes = 0
+        touched, path, note = False, "", ""
+        steps: dict[str, float] = {}
         claimed, error = self._talker.claim(session, version)
         if claimed is not None:
             incoming, manifest = claimed
-            mappings = Mappings(self._shm_dir)
             run = Loading(
                 incoming=incoming,
                 manifest=manifest,
-                assembler=Assembler(manifest, mappings),
+                memories=self._memories,
                 loader=loader,
                 lock=self._talker.lock,
                 post=lambda message: self._talker.post(incoming.peer, message),
                 deadline=started + timeout_s,
+                steps=steps,
             )
-            try:
-                if flush:
-                    loader.flush()
-                loader.begin()
-                tensors, nbytes = run.run()
-                loader.finish()
-            except LoadError as problem:
-                error = str(problem)
-            except Exception as problem:
-                log.exception("rank %d: loading %s failed", self.rank, version)
-                error = f"{type(problem).__name__}: {problem}"
-            finally:
-                mappings.close()
+            with self._memories.lock:
+                try:
+                    tensors, nbytes = run.run(flush=flush)
+                except LoadError as problem:
+                    error = str(problem)
+                except Exception as problem:
+                    log.exception("rank %d: loading %s failed", self.rank, version)
+                    error = f"{type(problem).__name__}: {problem}"
+                finally:
+                    self._memories.end_load()
+            touched = run.touched
+            path, note = "reference", ""
+            if isinstance(loader, ReplayingLoader):
+                path, note = loader.summary()
             error = self._talker.settle(incoming, error)
         report = LoadReport(
             rank=self.rank,
@@ -120,6 +127,10 @@ class Receiver:
             bytes=nbytes,
             seconds=time.monotonic() - started,
             error=error[:ERROR_CHARS],
+            touched=touched,
+            path=path,
+            note=note[:ERROR_CHARS],
+            steps=tuple(steps.items()),
         )
         if claimed is not None:
             self._talker.post(claimed[0].peer, wire.Report.of(session, report))

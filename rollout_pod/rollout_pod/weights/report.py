@@ -11,6 +11,8 @@ class LoadReport:
 
     ``rank`` is global (data-parallel index x world + rank); ``tensors`` and ``bytes`` are what the
     loader took, ``seconds`` run from the call of ``Receiver.load``; ``error`` is empty if ``ok``.
+    ``touched`` is False only if not a byte of the model was changed. ``path`` says how the model
+    was loaded (``loader.Path``), ``note`` why not faster, ``steps`` what took how many seconds.
     """
 
     rank: int
@@ -21,6 +23,10 @@ class LoadReport:
     bytes: int = 0
     seconds: float = 0.0
     error: str = ""
+    touched: bool = True
+    path: str = ""
+    note: str = ""
+    steps: tuple[tuple[str, float], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Only numbers, strings and booleans: fit for msgpack and JSON."""

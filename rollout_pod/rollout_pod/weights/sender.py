@@ -71,6 +71,9 @@ class Session:
         shm_dir: the memory that is shared with the ranks.
         cancel: when set, whatever waits raises.
         prefix: of the names of segments that are made.
+        ranks: global numbers of the ranks behind ``paths``, where several senders serve one
+            session, each its own ranks; None if these are all.
+        world: how many ranks there are in all; 0 if these are all.
     """
 
     session: str
@@ -78,6 +81,12 @@ class Session:
     shm_dir: Path
     cancel: threading.Event = field(default_factory=threading.Event)
     prefix: str = "rollout-push-"
+    ranks: Sequence[int] | None = None
+    world: int = 0
+    transport: wire.Transport = field(default="shared_memory", init=False)
+    """Agreed in ``greet``."""
+    reason: str = field(default="", init=False)
+    """Why it is not a faster one."""
     _ranks: list[RankPeer] = field(default_factory=list, init=False)
     _sent: int = field(default=0, init=False)
     _manifest: Manifest | None = field(default=None, init=False)
@@ -87,9 +96,11 @@ class Session:
             raise RanksError("no rank sockets are given", retryable=False)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            for rank, path in enumerate(self.paths):
+            numbers = range(len(self.paths)) if self.ranks is None else self.ranks
+            world = self.world or len(self.paths)
+            for rank, path in zip(numbers, self.paths, strict=True):
                 peer = RankPeer.connect(
-                    self._context, session=self.session, rank=rank, world=len(self.paths), path=path
+                    self._context, session=self.session, rank=rank, world=world, path=path
                 )
                 self._ranks.append(peer)
         except ValueError as error:
@@ -98,18 +109,43 @@ class Session:
 
     # --- the steps ---
 
-    def greet(self, timeout_s: float, probe: Segment | None = None) -> None:
-        """Say hello to all ranks and agree on shared memory.
+    def renew(self, session: str) -> None:
+        """Begin another session on the same connections, once this one has succeeded."""
+        self.session = session
+        self._sent = 0
+        self._manifest = None
+        for rank in self._ranks:
+            rank.renew(session)
+
+    def greet(
+        self,
+        timeout_s: float,
+        probe: Segment | None = None,
+        *,
+        device: tuple[wire.DeviceProbe, bytes] | None = None,
+        fallback: bool = False,
+    ) -> None:
+        """Say hello to all ranks and agree on how bytes travel: ``transport``, ``reason``.
 
         Args:
             timeout_s: for all ranks to answer.
             probe: a segment by which they are to see that the memory is shared. Without one a
                 page is made for it, for which there may be no room beside full segments.
+            device: ask for CUDA IPC: where the token lies, and the token.
+            fallback: whether it may be shared memory if some rank cannot open ``device``.
 
         Raises:
-            RanksError: a rank is not there, refuses, or does not see the shared memory.
+            RanksError: a rank is not there, refuses, or does not see the memory.
             RoomError: no room for the page.
         """
+        self.reason = ""
+        if device is not None:
+            where, token = device
+            self._hello("cuda_ipc", token, tolerant=fallback, timeout_s=timeout_s, device=where)
+            unfit = [f"rank {rank.rank}: {rank.unfit}" for rank in self._ranks if rank.unfit]
+            if not unfit:
+                return
+            self.reason = "; ".join(shorten(unfit, 4))
         own: Segment | None = None
         if probe is None:
             name = f"{self.prefix}probe-{secrets.token_hex(8)}"
@@ -117,16 +153,65 @@ class Session:
             own.map[:TOKEN_BYTES] = secrets.token_bytes(TOKEN_BYTES)
         try:
             token = probe.map[:TOKEN_BYTES]
-            for rank in self._ranks:
-                hello = wire.Hello(
-                    session=self.session, rank=rank.rank, world=len(self._ranks),
-                    transport="shared_memory", probe=probe.name, token=token,
-                )  # fmt: skip
-                rank.send(hello)
-            self._wait_ranks(lambda rank: rank.welcome is not None, timeout_s, "hello")
+            self._hello("shared_memory", token, timeout_s=timeout_s, probe=probe.name)
         finally:
             if own is not None:
                 own.close()
+
+    def _hello(
+        self,
+        transport: wire.Transport,
+        token: bytes,
+        *,
+        timeout_s: float,
+        tolerant: bool = False,
+        probe: str | None = None,
+        device: wire.DeviceProbe | None = None,
+    ) -> None:
+        self.transport = transport
+        for rank in self._ranks:
+            hello = wire.Hello(
+                session=self.session, rank=rank.rank, world=rank.world, transport=transport,
+                token=token, probe=probe, device=device,
+            )  # fmt: skip
+            rank.ask(hello, tolerant=tolerant)
+        self._wait_ranks(
+            lambda rank: rank.welcome is not None or bool(rank.unfit), timeout_s, "hello"
+        )
+
+    @property
+    def holds(self) -> frozenset[str]:
+        """Digests that every rank remembers."""
+        held = [set(rank.welcome.holds) if rank.welcome else set() for rank in self._ranks]
+        return frozenset(set.intersection(*held))
+
+    def map(
+        self,
+        timeout_s: float,
+        *,
+        device: Sequence[tuple[str, bytes, int]] = (),
+        segments: Sequence[str] = (),
+    ) -> None:
+        """Let all ranks map this sender's memory, and nothing else of it, for this session and
+        later ones; after ``greet``. Regions of a GPU are (name, handle, bytes). Ranks that have
+        it all mapped are not asked again.
+
+        Raises:
+            RanksError: a rank cannot, is lost or does not answer.
+        """
+        message = wire.Memory(session=self.session, device=tuple(device), segments=tuple(segments))
+        if message.digest in self.holds:
+            return
+        for rank in self._ranks:
+            rank.mapped = None
+            rank.send(message)
+        self._wait_ranks(lambda rank: rank.mapped is not None, timeout_s, "memory")
+
+    def direct(self, message: wire.Direct) -> None:
+        """Let all ranks read all tensors where they lie; instead of buckets."""
+        for rank in self._ranks:
+            rank.send(message)
+        self._sent += 1
 
     def offer(self, manifest: Manifest, timeout_s: float) -> None:
         """Show the manifest to all ranks, before any byte.
@@ -136,7 +221,7 @@ class Session:
             RanksError: a rank refuses, is lost or does not answer.
         """
         self._manifest = manifest
-        message = wire.Offer.of(self.session, manifest)
+        message = wire.Offer.of(self.session, manifest, held=self.holds)
         for rank in self._ranks:
             rank.send(message)
         self._wait_ranks(lambda rank: rank.accepted or bool(rank.problems), timeout_s, "manifest")

@@ -13,9 +13,10 @@ import zmq
 
 from rollout_pod.weights import transport, wire
 from rollout_pod.weights.buckets import BucketError
+from rollout_pod.weights.greeting import Greeter
 from rollout_pod.weights.incoming import Incoming, OrderError
 from rollout_pod.weights.manifest import Manifest, check_manifest, shorten
-from rollout_pod.weights.segment import AttachError, attach
+from rollout_pod.weights.memory import Memories
 from rollout_pod.weights.spec import Expected
 
 log = logging.getLogger(__name__)
@@ -40,15 +41,16 @@ class Talker:
         world: int,
         host: str,
         socket_path: Path,
-        shm_dir: Path,
+        memories: Memories,
         expected: Callable[[], Expected | None],
     ) -> None:
         self._rank = rank
         self._world = world
         self._host = host
         self._socket_path = socket_path
-        self._shm_dir = shm_dir
         self._expected = expected
+        self._memories = memories
+        self._greeter = Greeter(rank=rank, world=world, host=host, memories=memories)
         self.lock = threading.Lock()
         """Guards the state of the session, never held across I/O with a peer."""
         self._current: Incoming | None = None
@@ -156,6 +158,8 @@ class Talker:
                 if loading and time.monotonic() >= next_ping:
                     next_ping = time.monotonic() + PING_S
                     self._send(socket, loading.peer, wire.Ping(session=loading.session))
+                elif not loading and not ready:
+                    self._idle(socket)
                 if self._unreachable:
                     self._receive(socket)  # its last words tell more than its absence
                     self._mourn()
@@ -173,6 +177,12 @@ class Talker:
             current = self._current
             return current if current is not None and current.phase == "loading" else None
 
+    def _idle(self, socket: "zmq.Socket[bytes]") -> None:
+        """A sender that is gone keeps its GPU memory as long as it is mapped here."""
+        self._memories.sweep()
+        if self._greeter.owner is not None:
+            self._send(socket, self._greeter.owner, wire.Ping(session="-"))
+
     def _send(self, socket: "zmq.Socket[bytes]", peer: bytes, message: wire.Message) -> None:
         try:
             socket.send_multipart([peer, wire.encode(message)])
@@ -187,6 +197,9 @@ class Talker:
             current = self._current
             if current is not None and current.peer in self._unreachable:
                 current.fail(f"the sender is gone ({self._unreachable[current.peer]})")
+            loading = current is not None and current.phase == "loading"
+        if self._greeter.owner in self._unreachable and not loading:
+            self._greeter.forget()
         self._unreachable.clear()
 
     def _receive(self, socket: "zmq.Socket[bytes]") -> None:
@@ -224,8 +237,12 @@ class Talker:
                 current.fail(f"the sender gave up: {message.reason}")
                 return None
             try:
+                if isinstance(message, wire.Memory):
+                    return self._greeter.map(current, message)
                 if isinstance(message, wire.BucketReady):
                     current.bucket(message)
+                elif isinstance(message, wire.Direct):
+                    current.direct(self._greeter.places(message))
                 else:
                     current.finish(message)
             except (OrderError, BucketError) as error:
@@ -242,37 +259,29 @@ class Talker:
         return wire.Refused(session=session, code="stale", message=text)
 
     def _hello(self, peer: bytes, hello: wire.Hello) -> wire.Message:
-        if (hello.rank, hello.world) != (self._rank, self._world):
-            text = (
-                f"this is rank {self._rank} of {self._world}, the sender addresses rank "
-                f"{hello.rank} of {hello.world}; it must address all ranks, in order"
-            )
-            return wire.Refused(session=hello.session, code="rank", message=text)
-        try:
-            probe = attach(self._shm_dir, hello.probe)
-            shared = probe.map[: len(hello.token)] == hello.token
-            probe.close()
-            problem = "" if shared else f"{self._shm_dir}/{hello.probe} is not the sender's"
-        except AttachError as error:
-            problem = str(error)
-        if problem:
-            text = f"transport shared_memory does not work: {problem}"
-            return wire.Refused(session=hello.session, code="transport", message=text)
         with self.lock:
             current = self._current
             if current is not None and current.phase == "loading":
                 text = f"session {current.session!r} is loading; try again when it has ended"
                 return wire.Refused(session=hello.session, code="busy", message=text)
-            self._current = Incoming(hello.session, peer)
-        return wire.Welcome(
-            session=hello.session, rank=self._rank, world=self._world, host=self._host,
-            transport=hello.transport,
-        )  # fmt: skip
+        answer = self._greeter.greet(peer, hello)
+        if isinstance(answer, wire.Welcome):
+            with self.lock:
+                if self._current is not current or (current and current.phase == "loading"):
+                    text = "a load has begun; try again when it has ended"
+                    return wire.Refused(session=hello.session, code="busy", message=text)
+                self._current = Incoming(hello.session, peer)
+        return answer
 
     def _offer(self, peer: bytes, offer: wire.Offer) -> wire.Message:
         expected = self._expected()
-        manifest = offer.manifest()
-        problems = check_manifest(manifest, expected) if expected is not None else []
+        manifest = self._greeter.held(offer)
+        if manifest is None:
+            text = f"manifest: {offer.same!r} is not known here; send it whole"
+            return wire.Refused(session=offer.session, code="order", message=text)
+        problems: list[str] = []
+        if expected is not None and not offer.same:
+            problems = check_manifest(manifest, expected)
         with self.lock:
             current = self._owned(peer, offer.session)
             if isinstance(current, wire.Refused):
@@ -286,4 +295,5 @@ class Talker:
             if problems:
                 return wire.Rejected(session=offer.session, problems=shorten(problems, PROBLEMS))
             current.accept(manifest)
+            self._greeter.hold(manifest)
         return wire.Accepted(session=offer.session)

@@ -4,17 +4,19 @@ Every message carries ``v``, the protocol version. Types are checked strictly an
 are refused: what differs between versions is what ``v`` is for.
 """
 
+from collections.abc import Collection
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from rollout_pod.weights.buckets import Bucket, Entry
-from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.device import HANDLE_BYTES
+from rollout_pod.weights.manifest import Manifest, digest_of
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.spec import TensorSpec
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 
 T = TypeVar("T")
 
@@ -36,13 +38,24 @@ Version = Annotated[str, Field(min_length=1, max_length=253)]
 SegmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}$")]
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
 Text = Annotated[str, Field(max_length=1 << 16)]
-Transport = Literal["shared_memory"]
+Transport = Literal["shared_memory", "cuda_ipc"]
+Handle = Annotated[bytes, Field(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+Digest = Annotated[str, Field(max_length=64)]
+
+
+class DeviceProbe(Message):
+    """Where ``token`` lies in the sender's GPU memory: ``offset`` bytes into an allocation."""
+
+    gpu_uuid: Text
+    handle: Handle
+    offset: Count
 
 
 class Hello(Message):
-    """Sender: who I think you are, how many ranks I address, and how bytes shall travel.
+    """Sender: who I think you are, how many ranks there are, and how bytes shall travel.
 
-    ``probe`` names a segment that begins with ``token``: whoever reads it shares the memory.
+    Whoever reads ``token`` where it was put shares the memory: at the start of the segment
+    ``probe``, or where ``device`` says.
     """
 
     kind: Literal["hello"] = "hello"
@@ -50,8 +63,9 @@ class Hello(Message):
     rank: Count
     world: Count
     transport: Transport
-    probe: SegmentName
     token: bytes
+    probe: SegmentName | None = None
+    device: DeviceProbe | None = None
 
 
 class Welcome(Message):
@@ -63,6 +77,10 @@ class Welcome(Message):
     world: Count
     host: Text
     transport: Transport
+    gpu_uuid: Text = ""
+    """Empty if the rank has no GPU."""
+    holds: tuple[Digest, ...] = ()
+    """Digests of manifests, of places, and of mapped memory, which need not be sent again."""
 
 
 class Offer(Message):
@@ -71,12 +89,16 @@ class Offer(Message):
     kind: Literal["manifest"] = "manifest"
     session: SessionId
     version: Version
-    tensors: tuple[tuple[Name, Name, tuple[Count, ...], Count], ...]
+    tensors: tuple[tuple[Name, Name, tuple[Count, ...], Count], ...] = ()
     aliases: tuple[tuple[Name, Name], ...] = ()
+    same: Digest = ""
+    """Instead of both: the digest of a manifest that the rank holds."""
 
     @classmethod
-    def of(cls, session: str, manifest: Manifest) -> Self:
-        """The manifest on the wire."""
+    def of(cls, session: str, manifest: Manifest, *, held: Collection[str] = ()) -> Self:
+        """The manifest on the wire, in short if it is among those ``held``."""
+        if manifest.digest in held:
+            return cls(session=session, version=manifest.version, same=manifest.digest)
         return cls(
             session=session,
             version=manifest.version,
@@ -103,6 +125,53 @@ class Rejected(Message):
     kind: Literal["rejected"] = "rejected"
     session: SessionId
     problems: tuple[Text, ...]
+
+
+class Memory(Message):
+    """Sender: map these; whatever of mine is not among them, unmap. For later updates too.
+
+    Device memory is ``(name, handle, nbytes)``; shared memory goes by its segments' names.
+    """
+
+    kind: Literal["memory"] = "memory"
+    session: SessionId
+    device: tuple[tuple[SegmentName, Handle, Count], ...] = ()
+    segments: tuple[SegmentName, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Of all that is to be mapped."""
+        return digest_of((self.device, self.segments))
+
+
+class Mapped(Message):
+    """Rank: done; or why not."""
+
+    kind: Literal["mapped"] = "mapped"
+    session: SessionId
+    error: Text = ""
+
+
+class Direct(Message):
+    """Sender, instead of all buckets: tensor i of the manifest lies ``places[i][1]`` bytes into
+    ``regions[places[i][0]]``, and stays as it is until the report. ``generation`` counts how
+    often the sender's tensors have moved.
+    """
+
+    kind: Literal["direct"] = "direct"
+    session: SessionId
+    generation: Count
+    regions: tuple[SegmentName, ...] = ()
+    places: tuple[tuple[Count, Count], ...] = ()
+    same: Digest = ""
+    """Instead of both: the digest of places that the rank holds."""
+
+    @property
+    def digest(self) -> str:
+        """Of what is said about places; it stands for them in later updates."""
+        if self.same:
+            return self.same
+        return digest_of((self.generation, self.regions, self.places))
 
 
 class BucketReady(Message):
@@ -170,6 +239,10 @@ class Report(Message):
     bytes: Count
     seconds: Seconds
     error: Text
+    touched: bool
+    path: Literal["", "reference", "recorded", "mixed", "replayed"]
+    note: Text
+    steps: tuple[tuple[Name, Seconds], ...]
 
     @classmethod
     def of(cls, session: str, report: LoadReport) -> Self:
@@ -199,8 +272,8 @@ class Ping(Message):
     session: SessionId
 
 
-ToRank = Hello | Offer | BucketReady | Finish | Abort
-ToSender = Welcome | Accepted | Rejected | Ack | Report | Refused | Ping
+ToRank = Hello | Offer | Memory | Direct | BucketReady | Finish | Abort
+ToSender = Welcome | Accepted | Rejected | Mapped | Ack | Report | Refused | Ping
 
 _TO_RANK: TypeAdapter[ToRank] = TypeAdapter(Annotated[ToRank, Field(discriminator="kind")])
 _TO_SENDER: TypeAdapter[ToSender] = TypeAdapter(Annotated[ToSender, Field(discriminator="kind")])

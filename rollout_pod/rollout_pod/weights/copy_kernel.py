@@ -1,0 +1,48 @@
+"""The kernel that makes any number of copies in one launch, from tables of addresses.
+
+Imported only where there is a GPU. Shape and block size as measured: one launch for 18,432 copies
+takes 1.02 times as long as one large copy of the same bytes.
+"""
+
+# No postponed annotations: Triton reads ``tl.constexpr`` as an object.
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+
+BLOCK: Final = 8192
+"""Words of one program."""
+WARPS: Final = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def copy_kernel(
+    sources: Any,
+    targets: Any,
+    lengths: Any,
+    widths: Any,
+    source_pitches: Any,
+    target_pitches: Any,
+    entries: Any,
+    blocks: Any,
+    word: tl.constexpr,
+    strided: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Lengths, widths and pitches in words; rows only where ``strided``."""
+    program = tl.program_id(0)
+    entry = tl.load(entries + program)
+    at = tl.load(blocks + program) * block + tl.arange(0, block)
+    length = tl.load(lengths + entry)
+    source = tl.load(sources + entry).to(tl.pointer_type(word))
+    target = tl.load(targets + entry).to(tl.pointer_type(word))
+    inside = at < length
+    if strided:
+        width = tl.load(widths + entry)
+        row = at // width
+        column = at - row * width
+        row = row.to(tl.int64)
+        values = tl.load(source + row * tl.load(source_pitches + entry) + column, mask=inside)
+        tl.store(target + row * tl.load(target_pitches + entry) + column, values, mask=inside)
+    else:
+        tl.store(target + at, tl.load(source + at, mask=inside), mask=inside)

@@ -1,0 +1,307 @@
+"""A sender's memory, as the process that loads sees it: mapped once, kept while it is of use."""
+
+import ctypes
+import itertools
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+
+from rollout_pod.weights.device import Device, DeviceError
+from rollout_pod.weights.segment import Attached, AttachError, attach
+
+log = logging.getLogger(__name__)
+
+PIN_BYTES: Final = 1 << 30
+"""Pinned at a time: one call for all would hold the driver's lock for seconds."""
+
+_serials = itertools.count(1)
+
+
+class Source(Protocol):
+    """Memory that buckets lie in."""
+
+    serial: int
+    """Of this mapping; 0 if addresses in it must not be remembered."""
+    on_device: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def address(self) -> int:
+        """Of its first byte, here."""
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes as a ``uint8`` tensor; what is written there may reach the sender."""
+
+    def refresh(self, start: int, length: int) -> None:
+        """Show what the sender has written there by now."""
+
+
+@dataclass
+class PrivateMapping:
+    """A segment for one load: writes stay here."""
+
+    attached: Attached
+    serial: int = 0
+    on_device: bool = False
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        return address_of(self.attached.map)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.attached.size
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """See ``Source``."""
+        return torch.frombuffer(self.attached.map, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def refresh(self, start: int, length: int) -> None:
+        """See ``Source``."""
+        self.attached.refresh(start, length)
+
+
+@dataclass
+class PinnedMapping:
+    """A segment that stays mapped and pinned over many loads."""
+
+    path: Path
+    inode: int
+    size: int
+    map: mmap.mmap = field(repr=False)
+    address: int
+    device: Device = field(repr=False)
+    pinned: list[int] = field(default_factory=list, repr=False)
+    serial: int = field(default_factory=lambda: next(_serials))
+    on_device: bool = False
+
+    @classmethod
+    def open(cls, shm_dir: Path, name: str, device: Device) -> "PinnedMapping":
+        """Map and pin.
+
+        Raises:
+            AttachError: there is no such segment.
+            DeviceError: it cannot be pinned.
+        """
+        attach(shm_dir, name).close()  # the checks of a name
+        path = shm_dir / name
+        with path.open("r+b") as file:
+            status = os.fstat(file.fileno())
+            mapped = mmap.mmap(file.fileno(), status.st_size)
+        address = address_of(mapped)
+        made = cls(path, status.st_ino, status.st_size, mapped, address, device)
+        try:
+            pin(device, address, status.st_size, made.pinned)
+        except DeviceError:
+            made.close()
+            raise
+        return made
+
+    @property
+    def stale(self) -> bool:
+        """The segment was removed, or another has its name."""
+        try:
+            status = self.path.lstat()
+        except FileNotFoundError:
+            return True
+        return (status.st_ino, status.st_size) != (self.inode, self.size)
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """See ``Source``."""
+        return torch.frombuffer(self.map, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def refresh(self, start: int, length: int) -> None:
+        """See ``Source``: the mapping is shared."""
+
+    def close(self) -> None:
+        """Unpin and unmap."""
+        unpin(self.device, self.pinned)
+        with suppress(BufferError):
+            self.map.close()
+
+
+@dataclass
+class Region:
+    """An allocation of the sender's on this GPU."""
+
+    handle: bytes
+    size: int
+    address: int
+    device: Device = field(repr=False)
+    serial: int = field(default_factory=lambda: next(_serials))
+    on_device: bool = True
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """See ``Source``."""
+        return self.device.tensor(self.address + offset, nbytes)
+
+    def refresh(self, start: int, length: int) -> None:
+        """See ``Source``: there is one memory."""
+
+    def close(self) -> None:
+        """Unmap."""
+        self.device.close(self.address)
+
+
+class Memories:
+    """All that is mapped of one sender. ``lock`` is held by a load, so that nothing it uses is
+    unmapped; all others that want it do not wait.
+
+    Args:
+        shm_dir: where the sender's segments are mounted here.
+        device: None if the rank has no GPU.
+    """
+
+    def __init__(self, shm_dir: Path, device: Device | None) -> None:
+        self.shm_dir = shm_dir
+        self.device = device
+        self.lock = threading.Lock()
+        self._private: dict[str, PrivateMapping] = {}
+        self._kept: dict[str, PinnedMapping | Region] = {}
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Names of what outlives a load."""
+        return tuple(self._kept)
+
+    def map(self, device: "dict[str, tuple[bytes, int]]", segments: "set[str]") -> None:
+        """Map what is named, unmap what is not. Regions are by name (handle, bytes).
+
+        Raises:
+            AttachError, DeviceError: one cannot be mapped, or a load is on.
+        """
+        with self._idle():
+            for name, held in list(self._kept.items()):
+                if isinstance(held, Region):
+                    gone = device.get(name) != (held.handle, held.size)
+                else:
+                    gone = name not in segments or held.stale
+                if gone:
+                    self._drop(name)
+            if self.device is None:
+                if device:
+                    raise DeviceError("this rank has no GPU")
+                return  # there is nothing to pin memory for
+            for name, (handle, nbytes) in device.items():
+                if name not in self._kept:
+                    address = self.device.open(handle)
+                    self._kept[name] = Region(handle, nbytes, address, self.device)
+            for name in segments:
+                if name not in self._kept:
+                    self._kept[name] = PinnedMapping.open(self.shm_dir, name, self.device)
+
+    def probe(self, handle: bytes, offset: int, nbytes: int) -> bytes:
+        """Read a few bytes of a sender's allocation.
+
+        Raises:
+            DeviceError: it cannot be opened here, or a load is on.
+        """
+        if self.device is None:
+            raise DeviceError("this rank has no GPU")
+        with self._idle():
+            for held in self._kept.values():
+                # a handle that is open already cannot be opened once more
+                if isinstance(held, Region) and held.handle == handle:
+                    return self.device.read(held.address + offset, nbytes)
+            address = self.device.open(handle)
+            try:
+                return self.device.read(address + offset, nbytes)
+            finally:
+                self.device.close(address)
+
+    def get(self, name: str) -> Source:
+        """What a bucket lies in; a segment that is not kept is mapped for this load.
+
+        Raises:
+            AttachError: see ``segment.attach``.
+        """
+        kept = self._kept.get(name)
+        if kept is not None and not (isinstance(kept, PinnedMapping) and kept.stale):
+            return kept
+        found = self._private.get(name)
+        if found is None:
+            found = self._private[name] = PrivateMapping(attach(self.shm_dir, name))
+        return found
+
+    def end_load(self) -> None:
+        """Unmap what was mapped for one load: a mapping that outlives its segment's removal keeps
+        the sender from getting the memory back.
+        """
+        for mapping in self._private.values():
+            mapping.attached.close()
+        self._private.clear()
+
+    def forget(self) -> bool:
+        """Unmap everything of a sender that is gone; False if a load is on."""
+        try:
+            with self._idle():
+                for name in list(self._kept):
+                    self._drop(name)
+        except DeviceError:
+            return False
+        return True
+
+    def sweep(self) -> None:
+        """Unmap segments that were removed, unless a load is on."""
+        with suppress(DeviceError), self._idle():
+            for name, held in list(self._kept.items()):
+                if isinstance(held, PinnedMapping) and held.stale:
+                    self._drop(name)
+
+    @contextmanager
+    def _idle(self) -> Iterator[None]:
+        if not self.lock.acquire(blocking=False):
+            raise DeviceError("a load is using the memory of its sender")
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    def _drop(self, name: str) -> None:
+        held = self._kept.pop(name)
+        try:
+            held.close()
+        except DeviceError:
+            log.exception("%s cannot be unmapped", name)
+
+
+def address_of(mapped: mmap.mmap) -> int:
+    """Of its first byte."""
+    holder = ctypes.c_ubyte.from_buffer(mapped)
+    return ctypes.addressof(holder)
+
+
+def pin(device: Device, address: int, nbytes: int, pinned: list[int]) -> None:
+    """Pin in pieces; ``pinned`` gets the addresses of those that are.
+
+    Raises:
+        DeviceError: one cannot be pinned.
+    """
+    for at in range(0, nbytes, PIN_BYTES):
+        device.register(address + at, min(PIN_BYTES, nbytes - at))
+        pinned.append(address + at)
+
+
+def unpin(device: Device, pinned: list[int]) -> None:
+    """Undo ``pin``."""
+    while pinned:
+        device.unregister(pinned.pop())
+
+
+__all__ = [
+    "AttachError", "Memories", "PinnedMapping", "PrivateMapping", "Region", "Source",
+    "address_of", "pin", "unpin",
+]  # fmt: skip

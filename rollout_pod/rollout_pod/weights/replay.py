@@ -1,0 +1,125 @@
+"""Makes the copies of a plan, on the host or with one kernel on the GPU."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rollout_pod.weights.copies import Copy
+from rollout_pod.weights.device import Device
+from rollout_pod.weights.tables import Table, make_tables
+
+Prepared = Any
+"""What ``run`` takes; may be kept and run again while its addresses are good."""
+
+
+class Replayer(Protocol):
+    """Makes copies between addresses of one kind."""
+
+    def prepare(self, copies: Sequence[Copy]) -> Prepared:
+        """All that can be done before the bytes are there."""
+
+    def run(self, prepared: Prepared) -> None:
+        """Copy, or queue it: ``wait`` says when it is done."""
+
+    def wait(self) -> None:
+        """Until everything queued is done."""
+
+
+class HostReplayer:
+    """Plain memory to plain memory."""
+
+    def prepare(self, copies: Sequence[Copy]) -> Prepared:
+        """See ``Replayer``."""
+        return tuple(copies)
+
+    def run(self, prepared: Prepared) -> None:
+        """See ``Replayer``."""
+        for copy in prepared:
+            flat = copy.source_pitch == copy.target_pitch == copy.width
+            if copy.rows == 1 or flat:
+                ctypes.memmove(copy.target, copy.source, copy.nbytes)
+            else:
+                _rows(copy.target, copy.target_pitch, copy)[:] = _rows(
+                    copy.source, copy.source_pitch, copy
+                )
+
+    def wait(self) -> None:
+        """See ``Replayer``: nothing is ever queued."""
+
+
+def _rows(address: int, pitch: int, copy: Copy) -> Any:
+    size = (copy.rows - 1) * pitch + copy.width
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    base = np.frombuffer(memoryview(memory).cast("B"), dtype=np.uint8)
+    return np.lib.stride_tricks.as_strided(base, (copy.rows, copy.width), (pitch, 1))
+
+
+class KernelReplayer:
+    """Device memory to memory of the same device.
+
+    Args:
+        where: what the tables are kept on, as torch names it.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def prepare(self, copies: Sequence[Copy]) -> Prepared:
+        """See ``Replayer``."""
+        from rollout_pod.weights.copy_kernel import BLOCK
+
+        return [(table, self._upload(table)) for table in make_tables(copies, BLOCK)]
+
+    def run(self, prepared: Prepared) -> None:
+        """See ``Replayer``."""
+        import triton.language as tl
+
+        from rollout_pod.weights.copy_kernel import BLOCK, WARPS, copy_kernel
+
+        words = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+        for table, arrays in prepared:
+            copy_kernel[(len(table.entries),)](
+                *arrays, word=words[table.word], strided=table.strided, block=BLOCK,
+                num_warps=WARPS,
+            )  # fmt: skip
+
+    def wait(self) -> None:
+        """See ``Replayer``."""
+        if self._where != "cpu":
+            torch.cuda.current_stream(self._where).synchronize()
+
+    def _upload(self, table: Table) -> tuple[torch.Tensor, ...]:
+        arrays = (
+            table.sources, table.targets, table.lengths, table.widths, table.source_pitches,
+            table.target_pitches, table.entries, table.blocks,
+        )  # fmt: skip
+        return tuple(torch.from_numpy(array).to(self._where) for array in arrays)
+
+
+class UploadReplayer:
+    """Host memory to device memory by the copy engines; at the speed of the bus if pinned."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def prepare(self, copies: Sequence[Copy]) -> Prepared:
+        """See ``Replayer``."""
+        return tuple(copies)
+
+    def run(self, prepared: Prepared) -> None:
+        """See ``Replayer``."""
+        with self._device.current():
+            for copy in prepared:
+                flat = copy.source_pitch == copy.target_pitch == copy.width
+                self._device.copy_to_device(
+                    copy.target, copy.source,
+                    width=copy.nbytes if flat else copy.width, rows=1 if flat else copy.rows,
+                    target_pitch=copy.target_pitch, source_pitch=copy.source_pitch,
+                )  # fmt: skip
+
+    def wait(self) -> None:
+        """See ``Replayer``."""
+        self._device.synchronize()

@@ -1,0 +1,371 @@
+"""A trainer's persistent sender, by CUDA IPC and shared memory, on a GPU whose memory is files."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rollout_pod.weights.device import NotExportableError
+from rollout_pod.weights.fill import spec_of
+from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.report import LoadReport
+from rollout_pod.weights.sender import ManifestError, RanksError, TransferFailed
+from rollout_pod.weights.trainer import SentWeights, WeightSender
+from tests.support.fake_device import FakeDevice
+from tests.support.weights import ModelLoader, Place, expected_of, make_place, mixed_tensors, same
+
+FIRST = mixed_tensors(0)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with make_place() as made:
+        yield made
+
+
+@pytest.fixture
+def gpu(place: Place) -> FakeDevice:
+    """The trainer's view of it; ``ranks_view`` is the engine's."""
+    return FakeDevice(place.root / "gpu")
+
+
+@pytest.fixture
+def ranks_view(place: Place) -> FakeDevice:
+    return FakeDevice(place.root / "gpu")
+
+
+def sender(place: Place, gpu: FakeDevice | None, **settings) -> WeightSender:
+    return WeightSender(
+        place.rank_sockets, shm_dir=place.shm_dir, device=gpu,
+        **{"bucket_bytes": 4096, **settings},
+    )  # fmt: skip
+
+
+class Loads:
+    """Runs every rank's load when the manifest is accepted, as an engine would."""
+
+    def __init__(self, place: Place, version: str, loaders: list[ModelLoader]) -> None:
+        self._place = place
+        self._version = version
+        self._loaders = loaders
+        self._loop = asyncio.get_running_loop()
+        self.tasks: list[asyncio.Future[LoadReport]] = []
+
+    def __call__(self, session: str) -> None:
+        for receiver, loader in zip(self._place.receivers, self._loaders, strict=True):
+            call = self._loop.run_in_executor(
+                None,
+                lambda receiver=receiver, loader=loader: receiver.load(
+                    session, loader, version=self._version, flush=False, timeout_s=20
+                ),
+            )
+            self.tasks.append(call)
+
+    async def reports(self) -> tuple[LoadReport, ...]:
+        return tuple(await asyncio.gather(*self.tasks))
+
+
+async def update(
+    place: Place, trainer: WeightSender, version: str, tensors, loaders=None, **given
+) -> tuple[SentWeights, list[ModelLoader]]:
+    loaders = loaders or [ModelLoader() for _ in place.receivers]
+    loads = Loads(place, version, loaders)
+    sent = await trainer.send_async(
+        version, tensors, timeout_s=20, on_accepted=loads, **given
+    )  # fmt: skip
+    assert await loads.reports() == sent.reports
+    return sent, loaders
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 4096, 1 << 20])
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_bucketed_through_the_gpu(place, gpu, ranks_view, bucket_bytes, ranks) -> None:
+    place.start_receivers(*[expected_of(FIRST)] * ranks, device=ranks_view)
+    trainer = sender(place, gpu, mode="bucketed", transport="cuda_ipc", bucket_bytes=bucket_bytes)
+    for number in range(3):
+        tensors = mixed_tensors(number)
+        sent, loaders = await update(place, trainer, f"step-{number}", tensors)
+        assert (sent.transport, sent.mode, sent.reason) == ("cuda_ipc", "bucketed", "")
+        assert all(same(loader.model, tensors) for loader in loaders)
+        if number == 0:
+            made = dict(gpu.calls), dict(ranks_view.calls)
+    # handles and buckets are made once
+    for calls, device in zip(made, (gpu, ranks_view), strict=True):
+        for what in ("allocate", "export", "open"):
+            assert device.calls.get(what) == calls.get(what), what
+    trainer.close()
+    assert (gpu.in_use, ranks_view.in_use) == (0, 0)
+
+
+async def test_direct_exports_allocations_once(place, gpu, ranks_view) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    held = gpu.give(FIRST)
+    trainer = sender(place, gpu)
+    sent, loaders = await update(place, trainer, "step-0", held)
+    assert (sent.transport, sent.mode, sent.reason) == ("cuda_ipc", "direct", "")
+    assert same(loaders[0].model, FIRST)
+    exports, opens = gpu.calls["export"], ranks_view.calls["open"]
+    assert exports == 2, "the probe's allocation, and the one that all tensors lie in"
+    for seed in (1, 2):
+        for name, tensor in mixed_tensors(seed).items():
+            held[name].copy_(tensor)
+        _, loaders = await update(place, trainer, f"step-{seed}", held)
+        assert same(loaders[0].model, mixed_tensors(seed))
+    assert (gpu.calls["export"], ranks_view.calls["open"]) == (exports, opens)
+    trainer.close()
+    assert ranks_view.in_use == 0
+
+
+async def test_tensors_that_move_are_noticed(place, gpu, ranks_view) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu)
+    held = gpu.give(FIRST)
+    await update(place, trainer, "step-0", held)
+
+    # another allocation, old one still there
+    moved = gpu.give(mixed_tensors(1))
+    sent, loaders = await update(place, trainer, "step-1", moved)
+    assert sent.mode == "direct" and same(loaders[0].model, mixed_tensors(1))
+
+    # one tensor only, by its data
+    value = mixed_tensors(2)["layers.1.big"]
+    moved["layers.1.big"].data = gpu.give({"big": value})["big"]
+    sent, loaders = await update(place, trainer, "step-2", moved)
+    want = mixed_tensors(1) | {"layers.1.big": value}
+    assert sent.mode == "direct" and same(loaders[0].model, want)
+
+    # another allocation at the same address: only its identity tells
+    exports = gpu.calls["export"]
+    start = gpu._find(moved["layers.1.big"].data_ptr())
+    name, mapped, identity = gpu._made[start]
+    gpu._made[start] = (name, mapped, identity + 1000)
+    await update(place, trainer, "step-3", moved)
+    assert gpu.calls["export"] > exports
+    trainer.close()
+
+
+async def test_a_tensor_that_changes_during_the_update_fails_it(place, gpu, ranks_view) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu)
+    held = gpu.give(FIRST)
+    await update(place, trainer, "step-0", held)
+    held["layers.1.big"].t_()  # the same address, other bytes
+    loads = Loads(place, "step-1", [ModelLoader()])
+    with pytest.raises(TransferFailed, match=r"'layers\.1\.big' was changed"):
+        await trainer.send_async("step-1", held, timeout_s=20, on_accepted=loads)
+    (report,) = await loads.reports()
+    assert not report.ok
+    held["layers.1.big"].t_()
+    _, loaders = await update(place, trainer, "step-2", held)
+    assert same(loaders[0].model, FIRST)
+    trainer.close()
+
+
+async def test_memory_that_no_handle_carries_goes_bucketed_and_says_so(
+    place, gpu, ranks_view
+) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    held = gpu.give(FIRST)
+    gpu.poolish.add(gpu._find(held["layers.1.big"].data_ptr()))
+    trainer = sender(place, gpu)
+    sent, loaders = await update(place, trainer, "step-0", held)
+    assert (sent.transport, sent.mode) == ("cuda_ipc", "bucketed")
+    assert "comes from a pool" in sent.reason
+    assert same(loaders[0].model, FIRST)
+    trainer.close()
+    named = sender(place, gpu, mode="direct")
+    with pytest.raises(NotExportableError, match=r"mode direct does not work.*pool"):
+        named.send("step-1", held, timeout_s=5)
+    named.close()
+
+
+@pytest.mark.parametrize("why", ["another GPU", "no GPU", "cannot be opened"])
+async def test_auto_says_why_it_is_shared_memory_and_a_named_transport_fails(
+    place, gpu, why
+) -> None:
+    theirs = {
+        "another GPU": FakeDevice(place.root / "other", uuid="GPU-other"),
+        "no GPU": None,
+        "cannot be opened": FakeDevice(place.root / "other"),
+    }[why]
+    words = {
+        "another GPU": "the sender is on GPU-fake, rank 0 on GPU-other",
+        "no GPU": "rank 0 has no GPU",
+        "cannot be opened": "shareProcessNamespace",
+    }[why]
+    place.start_receivers(expected_of(FIRST), device=theirs)
+    with pytest.raises(RanksError, match=words):
+        sender(place, gpu, transport="cuda_ipc").send("step-0", FIRST, timeout_s=5)
+    trainer = sender(place, gpu)
+    sent, loaders = await update(place, trainer, "step-0", FIRST)
+    assert (sent.transport, sent.mode) == ("shared_memory", "bucketed")
+    assert words in sent.reason
+    assert same(loaders[0].model, FIRST)
+    trainer.close()
+    assert place.segments() == []
+    assert theirs is None or theirs.in_use == 0
+
+
+async def test_shared_memory_is_pinned_once_on_both_sides(place, gpu, ranks_view) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu, transport="shared_memory")
+    for number in range(3):
+        _, loaders = await update(place, trainer, f"step-{number}", mixed_tensors(number))
+        assert same(loaders[0].model, mixed_tensors(number))
+        assert (gpu.calls["register"], ranks_view.calls["register"]) == (1, 1)
+    trainer.close()
+    assert (gpu.in_use, ranks_view.in_use) == (0, 0)
+    assert place.segments() == []
+
+
+async def test_pairs_are_taken_one_after_another(place, gpu, ranks_view) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    alive = most = 0
+
+    class Counted(dict):
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal alive, most
+        for name, tensor in FIRST.items():
+            made = tensor.clone()
+            made.__dict__["counted"] = Counted()
+            alive += 1
+            most = max(most, alive)
+            yield name, made
+
+    manifest = Manifest("step-0", tuple(spec_of(n, t) for n, t in FIRST.items()))
+    trainer = sender(place, gpu, bucket_bytes=512)
+    with pytest.raises(TransferFailed, match="need a manifest"):
+        trainer.send("step-0", pairs(), timeout_s=5)
+    sent, loaders = await update(place, trainer, "step-0", pairs(), manifest=manifest)
+    assert sent.mode == "bucketed" and "cannot be read in place" in sent.reason
+    assert same(loaders[0].model, FIRST)
+    assert most <= 3
+    await update(place, trainer, "step-1", pairs())  # consists of the same
+    with pytest.raises(TransferFailed, match=r"no more tensors|comes after all"):
+        await update(place, trainer, "step-2", list(pairs())[:-1])
+    trainer.close()
+
+
+async def test_a_rejected_manifest_touches_nothing(place, gpu, ranks_view) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu)
+    held = gpu.give({n: t for n, t in FIRST.items() if n != "layers.0.norm"})
+    with pytest.raises(ManifestError, match=r"layers\.0\.norm.*missing"):
+        trainer.send("step-0", held, timeout_s=5)
+    _, loaders = await update(place, trainer, "step-1", gpu.give(FIRST))
+    assert same(loaders[0].model, FIRST)
+    trainer.close()
+
+
+async def test_a_dead_sender_leaves_nothing_mapped(place, gpu, ranks_view, monkeypatch) -> None:
+    from rollout_pod.weights import talking
+
+    monkeypatch.setattr(talking, "IDLE_S", 0.1)
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu)
+    await update(place, trainer, "step-0", gpu.give(FIRST))
+    assert ranks_view.in_use > 0
+    trainer._hang_up("as if killed")
+    async with asyncio.timeout(10):
+        while ranks_view.in_use:
+            await asyncio.sleep(0.02)
+
+
+async def test_another_sender_takes_over(place, gpu, ranks_view) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    one, two = sender(place, gpu), sender(place, gpu)
+    first, second = gpu.give(FIRST), gpu.give(mixed_tensors(1))
+    await update(place, one, "step-0", first)
+    mapped = ranks_view.in_use
+    _, loaders = await update(place, two, "step-1", second)
+    assert same(loaders[0].model, mixed_tensors(1))
+    assert ranks_view.in_use == mapped, "the first one's memory is unmapped"
+    _, loaders = await update(place, one, "step-2", first)
+    assert same(loaders[0].model, FIRST)
+    for each in (one, two):
+        each.close()
+    assert ranks_view.in_use == 0
+
+
+async def test_two_senders_each_to_its_own_rank(place) -> None:
+    """A rank on each GPU, one session: every sender reaches the rank that shares its GPU."""
+    ours = [FakeDevice(place.root / f"gpu-{i}", uuid=f"GPU-{i}") for i in range(2)]
+    theirs = [FakeDevice(place.root / f"gpu-{i}", uuid=f"GPU-{i}") for i in range(2)]
+    place.start_receivers(*[expected_of(FIRST)] * 2)
+    for receiver, device in zip(place.receivers, theirs, strict=True):
+        receiver._memories.device = device
+    loaders = [ModelLoader(), ModelLoader()]
+    accepted: list[str] = []
+    loads = Loads(place, "step-0", loaders)
+
+    def both(session: str) -> None:
+        accepted.append(session)
+        if len(accepted) == 2:
+            loads(session)
+
+    senders = [
+        WeightSender(
+            [place.rank_sockets[i]], shm_dir=place.shm_dir, device=ours[i], ranks=[i], world=2,
+            transport="cuda_ipc",
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    sent = await asyncio.gather(
+        *(
+            each.send_async(
+                "step-0", ours[i].give(FIRST), session="both", timeout_s=20, on_accepted=both
+            )
+            for i, each in enumerate(senders)
+        )
+    )
+    assert [s.mode for s in sent] == ["direct", "direct"]
+    assert all(same(loader.model, FIRST) for loader in loaders)
+    for each in senders:
+        each.close()
+
+
+@pytest.mark.parametrize("mode", ["direct", "bucketed"])
+async def test_many_updates_leave_nothing_behind(place, gpu, ranks_view, mode) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu, mode=mode)
+    held = gpu.give(FIRST)
+    here = psutil.Process(os.getpid())
+    loader = ModelLoader()
+    for number in range(100):
+        if number == 20:
+            before = here.num_fds(), here.num_threads(), gpu.in_use, ranks_view.in_use
+        await update(place, trainer, f"step-{number}", held, [loader])
+    after = here.num_fds(), here.num_threads(), gpu.in_use, ranks_view.in_use
+    assert max(a - b for a, b in zip(after, before, strict=True)) <= 2, (before, after)
+    trainer.close()
+
+
+async def test_a_rank_that_is_gone_fails_the_update_and_the_next_finds_it_again(
+    place, gpu, ranks_view
+) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu)
+    held = gpu.give(FIRST)
+    await update(place, trainer, "step-0", held)
+    place.receivers.pop().close()
+    with pytest.raises(RanksError):
+        await update(place, trainer, "step-1", held)
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    _, loaders = await update(place, trainer, "step-2", held)
+    assert same(loaders[0].model, FIRST)
+    trainer.close()
+
+
+def test_settings_that_contradict(tmp_path: Path, gpu) -> None:
+    with pytest.raises(ValueError, match="device"):
+        WeightSender([tmp_path], transport="cuda_ipc")
+    with pytest.raises(ValueError, match="shared memory is filled"):
+        WeightSender([tmp_path], transport="shared_memory", mode="direct", device=gpu)
