@@ -15,6 +15,7 @@ from tests.support.engine_kit import (
     checkpoint,
     prompts,
     reference,
+    replay_is_the_reference,
     run,
     run_all,
     serves,
@@ -65,6 +66,11 @@ async def test_an_updated_engine_is_the_reference(engine, bucket_bytes):
     (report,) = sent.reports
     assert (report.rank, report.version, report.tensors) == (0, f"b-{bucket_bytes}", 36)
     assert await serves(engine, B)
+
+
+async def test_replaying_a_load_is_that_load_to_the_bit(engine):
+    # on CPU vLLM packs the weights of linear layers: those keep its loaders
+    assert await replay_is_the_reference(engine, A, B) == {"mixed"}
 
 
 async def test_cut_three_times_and_continued_equals_uncut(engine):

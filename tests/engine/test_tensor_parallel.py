@@ -12,6 +12,7 @@ from rollout_pod.engine.processes import engine_children
 from tests.support.engine_kit import (
     checkpoint,
     engine_of,
+    replay_is_the_reference,
     run,
     serves,
     settings,
@@ -58,6 +59,11 @@ async def test_a_vanished_sender_is_repaired_on_both_ranks(engine):
     assert [report.ok for report in broken.reports] == [False, False]
     assert (await update(engine, tensors_of(A), version="whole", flush=True)).ok
     assert await serves(engine, A)
+
+
+async def test_replaying_a_load_is_that_load_to_the_bit(engine):
+    # on CPU vLLM packs the weights of linear layers: those keep its loaders
+    assert await replay_is_the_reference(engine, B, A) == {"mixed"}
 
 
 async def test_one_output_a_request(engine):

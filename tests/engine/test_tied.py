@@ -2,7 +2,13 @@
 
 import pytest
 
-from tests.support.engine_kit import checkpoint, serves, tensors_of, update
+from tests.support.engine_kit import (
+    checkpoint,
+    replay_is_the_reference,
+    serves,
+    tensors_of,
+    update,
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -26,6 +32,11 @@ async def test_without_the_repair_an_update_is_silently_wrong(engine):
         engine._cpu_repairs = True
     assert (await update(engine, tensors_of(B), version="repaired")).ok
     assert await serves(engine, B)
+
+
+async def test_replaying_a_load_is_that_load_to_the_bit(engine):
+    # on CPU vLLM packs the weights of linear layers: those keep its loaders
+    assert await replay_is_the_reference(engine, A, B) == {"mixed"}
 
 
 async def test_both_names_of_the_tied_tensor_may_be_sent(engine):

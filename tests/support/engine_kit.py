@@ -319,3 +319,28 @@ class _Sender:
     def close(self) -> None:
         self._session.close()
         self._segment.close()
+
+
+async def digests(engine: VllmEngine) -> list[dict[str, str]]:
+    """Every rank's parameters, to the bit."""
+    return list(await engine._on_ranks("rollout_digests", (), 60))
+
+
+async def replay_is_the_reference(engine: VllmEngine, one: Path, two: Path) -> set[str]:
+    """Load a version by the copies of the load before it, and by vLLM's loaders: all parameters
+    are the same, and so is what the engine says. Returns the paths that the ranks took.
+    """
+    await engine._on_ranks("rollout_replay", (True,), 10)
+    await update(engine, tensors_of(one), version="recorded")
+    sent = await update(engine, tensors_of(two), version="replayed")
+    assert sent.ok
+    assert await serves(engine, two)
+    replayed = await digests(engine)
+    await engine._on_ranks("rollout_replay", (False,), 10)
+    assert (await update(engine, tensors_of(one), version="between")).ok
+    assert await digests(engine) != replayed
+    reference = await update(engine, tensors_of(two), version="reference")
+    assert {report.path for report in reference.reports} == {"reference"}
+    assert await digests(engine) == replayed
+    await engine._on_ranks("rollout_replay", (True,), 10)
+    return {report.path for report in sent.reports}

@@ -4,6 +4,7 @@ vLLM imports this module in every worker before the model is loaded and makes th
 its own worker. All methods carry the prefix ``rollout_``, since vLLM refuses names it has already.
 """
 
+import hashlib
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from rollout_pod.engine import boot_record, cpu_repairs
+from rollout_pod.engine.fast import FastLoader
 from rollout_pod.engine.layerwise import LayerwiseLoader
 from rollout_pod.engine.orphan import SERVER_PID, die_with
 from rollout_pod.weights.cuda import Cuda
@@ -24,13 +26,6 @@ log = logging.getLogger(__name__)
 boot_record.install()
 if SERVER_PID in os.environ:
     die_with(int(os.environ[SERVER_PID]))
-
-
-def _device() -> Cuda | None:
-    """This worker's GPU, if it has one."""
-    if not torch.cuda.is_available():
-        return None
-    return Cuda(torch.cuda.current_device())
 
 
 class UpdatesUnsupportedError(RuntimeError):
@@ -73,11 +68,16 @@ class RolloutWorker:
 
         if record is not None and record.ignored():
             log.info("the model ignored %d tensors of its checkpoint", len(record.ignored()))
-        self._rollout_loader = LayerwiseLoader(
+        device = None if current_platform.is_cpu() else Cuda(torch.cuda.current_device())
+        self._rollout_loader = FastLoader(
             model=model,
-            vllm_config=self.vllm_config,
-            boot_parameters=record.loaded_parameters if record is not None else None,
-            on_cpu=current_platform.is_cpu(),
+            reference=LayerwiseLoader(
+                model=model,
+                vllm_config=self.vllm_config,
+                boot_parameters=record.loaded_parameters if record is not None else None,
+                on_cpu=current_platform.is_cpu(),
+            ),
+            device=device,
         )
         path = Path(run_dir) / "ranks" / f"rank-{rank}.sock"
         self._rollout_receiver = Receiver(
@@ -87,7 +87,7 @@ class RolloutWorker:
             socket_path=path,
             shm_dir=Path(shm_dir),
             expected=expected,
-            device=_device(),
+            device=device,
         )
         self._rollout_receiver.start()
         return {"rank": rank, "host": socket.gethostname(), "socket": str(path)}
@@ -119,6 +119,21 @@ class RolloutWorker:
         torch.cuda.synchronize()
         free, _ = torch.cuda.mem_get_info()
         return int(free)
+
+    def rollout_replay(self, on: bool) -> None:
+        """Whether later loads may be made by copies; off only where the two are compared."""
+        self._rollout_loader.enabled = on
+
+    def rollout_digests(self) -> dict[str, str]:
+        """A hash of every parameter's bits, by the model's own names."""
+        model = self.model_runner.get_model()
+        return {
+            name: hashlib.blake2b(
+                tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes(),
+                digest_size=16,
+            ).hexdigest()
+            for name, tensor in model.named_parameters()
+        }
 
     def rollout_stop_receiver(self) -> None:
         """Close the socket."""

@@ -245,14 +245,23 @@ class Memories:
         self._private.clear()
 
     def forget(self) -> bool:
-        """Unmap everything of a sender that is gone; False if a load is on."""
+        """Unmap the GPU memory of a sender that is gone; False if a load is on. Segments stay
+        pinned while they exist: the next sender may be the same one, connected anew.
+        """
         try:
             with self._idle():
-                for name in list(self._kept):
-                    self._drop(name)
+                for name, held in list(self._kept.items()):
+                    if isinstance(held, Region) or held.stale:
+                        self._drop(name)
         except DeviceError:
             return False
         return True
+
+    def close(self) -> None:
+        """Unmap everything. Waits for a load."""
+        with self.lock:
+            for name in list(self._kept):
+                self._drop(name)
 
     def sweep(self) -> None:
         """Unmap segments that were removed, unless a load is on."""

@@ -70,7 +70,7 @@ class Receiver:
     def close(self) -> None:
         """End the thread; a load in progress fails. Idempotent."""
         self._talker.close()
-        self._memories.forget()
+        self._memories.close()
 
     def load(
         self, session: str, loader: Loader, *, version: str, flush: bool, timeout_s: float

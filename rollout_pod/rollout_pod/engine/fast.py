@@ -1,0 +1,205 @@
+"""Loads a running model by the copies that an earlier load was seen to make.
+
+The first update goes through vLLM's own loaders, watched; every later one through a kernel that
+copies each byte to where it went then. Layers of which vLLM computes something keep its loaders.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rollout_pod.engine.layerwise import LayerwiseLoader
+from rollout_pod.engine.survey import Survey, survey
+from rollout_pod.weights.copies import Piece, place
+from rollout_pod.weights.device import Device
+from rollout_pod.weights.loader import Path
+from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.recording import Recorder
+from rollout_pod.weights.replay import HostReplayer, KernelReplayer, Replayer, UploadReplayer
+
+log = logging.getLogger(__name__)
+
+
+class _Noting(list[Any]):
+    """What vLLM collects of a layer; notes the names behind each entry."""
+
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def append(self, entry: Any) -> None:
+        """Of a parameter's name and the bound arguments of its loader."""
+        super().append(entry)
+        for value in entry[1].arguments.values():
+            if isinstance(value, torch.Tensor):
+                self._note(value)
+
+
+class FastLoader:
+    """The ``ReplayingLoader`` of one worker.
+
+    Args:
+        model: The worker's.
+        reference: Loads it by vLLM.
+        device: The worker's GPU; None on CPU.
+    """
+
+    def __init__(
+        self, *, model: torch.nn.Module, reference: LayerwiseLoader, device: Device | None
+    ) -> None:
+        self.enabled = True
+        """Off, all goes by the reference: for tests that compare the two."""
+        self.require_full_cover = False
+        """The next load must write every byte: what the plan leaves out is lost (sleep level 2)."""
+        self._model = model
+        self._reference = reference
+        where = f"cuda:{torch.cuda.current_device()}" if device is not None else "cpu"
+        self._near: Replayer = KernelReplayer(where) if device is not None else HostReplayer()
+        self._far: Replayer = UploadReplayer(device) if device is not None else self._near
+        self._survey: Survey | None = None
+        self._for: frozenset[str] = frozenset()
+        """Names that the survey is of."""
+        self._prepared: dict[Hashable, Any] = {}
+        self._recorder: Recorder | None = None
+        self._loaded_in: dict[torch.nn.Module, set[str]] = {}
+        self._path: Path = "reference"
+        self._note = ""
+        self._names: tuple[str, ...] = ()
+
+    def prepare(self, manifest: Manifest) -> frozenset[str]:
+        """See ``ReplayingLoader``."""
+        self._names = (
+            *(tensor.name for tensor in manifest.tensors),
+            *(alias for alias, _ in manifest.aliases),
+        )
+        names = frozenset(self._names)
+        self._recorder = None
+        self._note = ""
+        known = self._survey if names == self._for else None
+        if not self.enabled:
+            self._path, self._note = "reference", "replaying is off"
+        elif known is None or not known.in_place():
+            self._path = "recorded"
+            self._recorder = Recorder()
+            self._survey = None
+            self._prepared.clear()
+        elif self.require_full_cover and not known.plan.full:
+            self._path = "reference"
+            self._note = "the copies do not write every byte of the model, which has lost all"
+        elif known.plan.copies:
+            self._path = "mixed" if known.layers else "replayed"
+            self._note = "; ".join(known.plan.reasons)
+            slow = {name for name in names if name not in known.plan.copies}
+            slow |= {name for alias, name in manifest.aliases if alias in slow}
+            if slow & known.plan.copies.keys():
+                raise RuntimeError("a tensor and its other name are loaded in two ways")
+            return frozenset(tensor.name for tensor in manifest.tensors) - slow
+        else:
+            self._path = "reference"
+            self._note = "; ".join(known.plan.reasons)
+        return frozenset()
+
+    def begin(self) -> None:
+        """See ``Loader``."""
+        if self._path == "replayed":
+            return
+        if self._path == "mixed" and self._survey is not None:
+            self._reference.begin(self._survey.layers)
+            return
+        if self._recorder is None:
+            self._reference.begin()
+            return
+        self._loaded_in = {}
+        self._reference.begin(given=self._recorder.source)
+        self._watch_layers(self._recorder)
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """See ``Loader``."""
+        with self._recording():
+            self._reference.load(tensors)
+
+    def replay(
+        self, key: Hashable, pieces: Callable[[], Sequence[Piece]], *, on_device: bool
+    ) -> None:
+        """See ``ReplayingLoader``."""
+        if self._survey is None or self._path not in ("mixed", "replayed"):
+            return
+        replayer = self._near if on_device else self._far
+        prepared = self._prepared.get(key) if key is not None else None
+        if prepared is None:
+            prepared = replayer.prepare(place(self._survey.plan, pieces()))
+            if key is not None:
+                if len(self._prepared) > _KEPT:
+                    self._prepared.clear()
+                self._prepared[key] = prepared
+        replayer.run(prepared)
+
+    def wait(self) -> None:
+        """See ``ReplayingLoader``."""
+        self._near.wait()
+        self._far.wait()
+
+    def finish(self) -> None:
+        """See ``Loader``."""
+        self.require_full_cover = False
+        if self._path == "replayed":
+            return
+        if self._path == "mixed" and self._survey is not None:
+            self._reference.finish(self._survey.parameters)
+            return
+        with self._recording():
+            self._reference.finish()
+        if self._recorder is not None:
+            self._judge(self._recorder)
+
+    def flush(self) -> None:
+        """See ``Loader``."""
+        self._reference.flush()
+
+    def summary(self) -> tuple[Path, str]:
+        """See ``ReplayingLoader``."""
+        return self._path, self._note
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        with self._recorder or contextlib.nullcontext(), torch.no_grad():
+            yield
+
+    def _watch_layers(self, recorder: Recorder) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights = _Noting(self._noter(layer, recorder))
+
+    def _noter(self, layer: torch.nn.Module, recorder: Recorder) -> Callable[[torch.Tensor], None]:
+        def note(tensor: torch.Tensor) -> None:
+            self._loaded_in.setdefault(layer, set()).update(recorder.names_of(tensor))
+
+        return note
+
+    def _judge(self, recorder: Recorder) -> None:
+        """A plan is a gift: whatever goes wrong with it, the load itself is complete."""
+        try:
+            found = survey(self._model, recorder, self._names, self._loaded_in)
+        except Exception as error:
+            log.exception("the load cannot be replayed")
+            self._note = f"the load cannot be replayed: {type(error).__name__}: {error}"
+            return
+        finally:
+            self._recorder = None
+            self._loaded_in = {}
+        self._survey, self._for = found, frozenset(self._names)
+        self._note = "; ".join(found.plan.reasons)
+        log.info(
+            "%d of %d tensors can be replayed%s", len(found.plan.copies), len(self._names),
+            f" ({self._note})" if self._note else "",
+        )  # fmt: skip
+
+
+_KEPT = 4096
+"""Sets of copies that are kept ready, one for a bucket."""
