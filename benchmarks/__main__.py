@@ -12,6 +12,11 @@ BENCHMARKS: Final = {
     "overhead": "benchmarks.overhead",
     "patch-latency": "benchmarks.patch_latency",
     "soak": "benchmarks.soak",
+    "transport": "benchmarks.transport",
+    "update-bucketed": "benchmarks.update_bucketed",
+    "update-direct": "benchmarks.update_direct",
+    "update-moe": "benchmarks.update_moe",
+    "update-shm": "benchmarks.update_shm",
     "writes": "benchmarks.writes",
 }
 """Imported when asked for: some need an engine, some a cluster."""

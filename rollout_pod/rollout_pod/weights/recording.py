@@ -7,6 +7,7 @@ where it is said to have arrived when the load is over: what changed on the way 
 overwritten) does not compare equal. So a plan is what was seen, and was true of this load.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -137,9 +138,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._slices.pop(_key(tensor), None)
         if func in _CLONES and len(given) == len(made) == 1:
             self._cloned(given[0], made[0], str(func))
-        elif made or _writes(func) or not list(_tensors(result)):
+        elif made or _written(func, args) or not list(_tensors(result)):
+            # what was written to is judged by its checksum, if that is all that happens to it
+            written = () if made else _written(func, args)
             for tensor in given:
-                self._taint(tensor, str(func))
+                if not any(tensor is other for other in written) or _key(tensor) in self._wholes:
+                    self._taint(tensor, str(func))
         return result
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -219,21 +223,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor's bits in logical order; 64 bits, where the tensor is, without waiting."""
+    """Of a tensor's bits in logical order: 64 bits, there where the tensor is, without waiting."""
     flat = tensor.detach().contiguous().reshape(-1)
-    nbytes = flat.numel() * flat.element_size()
     raw = flat.view(torch.uint8)
+    if not tensor.is_cuda:
+        digest = hashlib.blake2b(raw.numpy().data, digest_size=8).digest()
+        return torch.tensor(int.from_bytes(digest, "little", signed=True))
+    return mixed(raw)
+
+
+def mixed(raw: torch.Tensor) -> torch.Tensor:
+    """A checksum of bytes by torch's own operations."""
+    nbytes = len(raw)
     word, dtype = next((w, d) for w, d in _WORDS if nbytes % w == 0 and raw.data_ptr() % w == 0)
     values = raw.view(dtype)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
     weights = torch.arange(
-        1, 2 * min(_CHUNK, max(len(values), 1)), 2, dtype=torch.int64, device=tensor.device
+        1, 2 * min(_CHUNK, max(len(values), 1)), 2, dtype=torch.int64, device=raw.device
     )  # odd, so that no bit is lost
     for at in range(0, len(values), _CHUNK):
         part = values[at : at + _CHUNK].to(torch.int64)
         # the multiplication mixes bits upwards, the shift downwards
-        mixed = (part ^ (part >> 31)) * weights[: len(part)]
-        total = total * 1_000_003 + (mixed ^ (mixed >> 29)).sum()
+        product = (part ^ (part >> 31)) * weights[: len(part)]
+        total = total * 1_000_003 + (product ^ (product >> 29)).sum()
     return total + word
 
 
@@ -255,9 +267,14 @@ def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _writes(func: Any) -> bool:
-    arguments = func._schema.arguments
-    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+def _written(func: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+    """What an operation changes of what it is given by position."""
+    return [
+        arg
+        for spec, arg in zip(func._schema.arguments, args, strict=False)
+        if spec.alias_info is not None and spec.alias_info.is_write
+        if isinstance(arg, torch.Tensor)
+    ]
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:

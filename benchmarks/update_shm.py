@@ -1,0 +1,5 @@
+"""See ``benchmarks.update``."""
+
+from benchmarks.update import shm as run
+
+__all__ = ["run"]
