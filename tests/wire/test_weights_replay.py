@@ -1,0 +1,115 @@
+"""A receiver whose loader replays: every transport, and what a failure says of the model."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.synthetic import SHAPES, SyntheticLoader, make_tensors
+from rollout_pod.weights.fill import spec_of
+from rollout_pod.weights.loader import Expected
+from rollout_pod.weights.report import LoadReport
+from rollout_pod.weights.sender import Session, TransferFailed
+from rollout_pod.weights.trainer import WeightSender
+from tests.support.fake_device import FakeDevice
+from tests.support.weights import Place, make_place, same
+
+
+@pytest.fixture(params=["tiny", "tiny-moe"])
+def shape(request: pytest.FixtureRequest):
+    return SHAPES[request.param]
+
+
+@pytest.fixture
+def place(shape) -> Iterator[Place]:
+    specs = {n: spec_of(n, t) for n, t in make_tensors(shape, "cpu", 0).items()}
+    with make_place() as made:
+        made.start_receivers(Expected(specs), device=FakeDevice(made.root / "gpu"))
+        yield made
+
+
+async def send(place: Place, sender: WeightSender, loader, version: str, tensors) -> LoadReport:
+    loop = asyncio.get_running_loop()
+    loads: list[asyncio.Future[LoadReport]] = []
+
+    def accepted(session: str) -> None:
+        call = loop.run_in_executor(
+            None,
+            lambda: place.receivers[0].load(
+                session, loader, version=version, flush=False, timeout_s=20
+            ),
+        )
+        loads.append(call)
+
+    try:
+        await sender.send_async(version, tensors, timeout_s=20, on_accepted=accepted)
+    except TransferFailed:
+        assert not (await loads[0]).ok
+    return await loads[0]
+
+
+def held(loader: SyntheticLoader, tensors) -> bool:
+    return same({name: loader.target(name) for name in tensors}, tensors)
+
+
+@pytest.mark.parametrize("how", ["direct", "bucketed", "shared_memory"])
+@pytest.mark.parametrize("bucket_bytes", [1000, 1 << 20])
+async def test_replayed_is_recorded(place, shape, how: str, bucket_bytes: int) -> None:
+    gpu = FakeDevice(place.root / "gpu")
+    settings = {"mode": how} if how != "shared_memory" else {"transport": how}
+    sender = WeightSender(
+        place.rank_sockets, shm_dir=place.shm_dir, device=gpu, bucket_bytes=bucket_bytes,
+        **settings,
+    )  # fmt: skip
+    loader = SyntheticLoader(shape, "cpu", None)
+    tensors = gpu.give(make_tensors(shape, "cpu", 0))
+    for number, path in enumerate(("recorded", "replayed", "replayed")):
+        for name, tensor in make_tensors(shape, "cpu", number).items():
+            tensors[name].copy_(tensor)
+        report = await send(place, sender, loader, f"v{number}", tensors)
+        assert (report.ok, report.path, report.touched) == (True, path, True)
+        assert held(loader, tensors)
+    kept = len(loader._prepared)
+    await send(place, sender, loader, "once-more", tensors)
+    assert len(loader._prepared) == kept > 0, "tables are made once"
+    sender.close()
+
+
+async def test_a_failure_says_whether_the_model_was_touched(place, shape) -> None:
+    sender = WeightSender(place.rank_sockets, shm_dir=place.shm_dir, bucket_bytes=1000)
+    loader = SyntheticLoader(shape, "cpu", None)
+    first = make_tensors(shape, "cpu", 1)
+    assert (await send(place, sender, loader, "v1", first)).ok
+    manifest = sender._manifest
+    sender.close()
+
+    silent = Session("silent", place.rank_sockets, place.shm_dir)
+    silent.greet(5)
+    silent.offer(manifest.renamed("v2"), 5)
+    load = asyncio.ensure_future(
+        asyncio.to_thread(
+            place.receivers[0].load, "silent", loader, version="v2", flush=False, timeout_s=20
+        )
+    )
+    silent.abort("nothing to send")
+    report = await load
+    silent.close()
+    assert (report.ok, report.touched) == (False, False)
+    assert held(loader, first)
+
+
+async def test_a_sender_that_stops_half_way_leaves_a_model_that_counts_as_touched(
+    place, shape
+) -> None:
+    sender = WeightSender(place.rank_sockets, shm_dir=place.shm_dir, bucket_bytes=1000)
+    loader = SyntheticLoader(shape, "cpu", None)
+    first, second = (make_tensors(shape, "cpu", seed) for seed in (1, 2))
+    assert (await send(place, sender, loader, "v1", first)).ok
+    report = await send(place, sender, loader, "v2", iter(list(second.items())[:-1]))
+    assert (report.ok, report.touched, report.path) == (False, True, "replayed")
+    assert not held(loader, first)
+    assert not held(loader, second)
+    report = await send(place, sender, loader, "v2", second)
+    assert report.ok
+    assert held(loader, second)
+    sender.close()
