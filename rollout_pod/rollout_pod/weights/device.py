@@ -5,9 +5,10 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-import torch
+if TYPE_CHECKING:  # the agent needs the size of a handle, and no torch
+    import torch
 
 HANDLE_BYTES: Final = 64
 """Of a legacy CUDA IPC handle."""
@@ -46,7 +47,7 @@ class Device(Protocol):
     def current(self) -> AbstractContextManager[None]:
         """Makes many calls in a row cheaper."""
 
-    def owns(self, tensor: torch.Tensor) -> bool:
+    def owns(self, tensor: "torch.Tensor") -> bool:
         """Whether a tensor lies in this GPU's memory."""
 
     def allocate(self, nbytes: int) -> int:
@@ -83,7 +84,7 @@ class Device(Protocol):
     def unregister(self, address: int) -> None:
         """Undo ``register``."""
 
-    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+    def tensor(self, address: int, nbytes: int) -> "torch.Tensor":
         """Device memory as a ``uint8`` tensor that owns nothing."""
 
     def copy_to_device(
