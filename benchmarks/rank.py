@@ -30,7 +30,8 @@ class Rank:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         assert self._answer(180) == "ready"
 
     def expect(self, version: str, kind: str = "load") -> None:
@@ -67,6 +68,9 @@ class Rank:
         finally:
             self._process.kill()
             self._process.wait()
+            self._reader.join()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
 
     def _say(self, command: str) -> None:
         assert self._process.stdin is not None

@@ -115,6 +115,10 @@ class FakeDevice:
         self, target: int, source: int, *, width: int, rows: int, target_pitch: int,
         source_pitch: int,
     ) -> None:  # fmt: skip
+        end = source + (rows - 1) * source_pitch + width
+        pieces = [at for at, size in self.pinned.items() if at < end and source < at + size]
+        if len(pieces) > 1:
+            raise DeviceError("a copy touches two pinned pieces: invalid argument")
         for row in range(rows):
             ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 

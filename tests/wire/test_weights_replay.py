@@ -6,8 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.synthetic import SHAPES, SyntheticLoader, make_tensors
+from rollout_pod.weights import pinned
 from rollout_pod.weights.fill import spec_of
 from rollout_pod.weights.loader import Expected
+from rollout_pod.weights.replay import UploadReplayer
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.sender import Session, TransferFailed
 from rollout_pod.weights.trainer import WeightSender
@@ -72,6 +74,30 @@ async def test_replayed_is_recorded(place, shape, how: str, bucket_bytes: int) -
     kept = len(loader._prepared)
     await send(place, sender, loader, "once-more", tensors)
     assert len(loader._prepared) == kept > 0, "tables are made once"
+    sender.close()
+
+
+async def test_no_copy_touches_two_pinned_pieces(place, shape, monkeypatch) -> None:
+    """The driver refuses such a copy, and so does the fake."""
+    monkeypatch.setattr(pinned, "PIN_BYTES", 4096)
+    gpu = FakeDevice(place.root / "gpu")
+    sender = WeightSender(
+        place.rank_sockets, shm_dir=place.shm_dir, device=gpu, transport="shared_memory",
+        bucket_bytes=10_000,
+    )  # fmt: skip
+    loader = SyntheticLoader(shape, "cpu", None)
+    loader._far = UploadReplayer(place.receivers[0]._memories.device)
+    for number, path in enumerate(("recorded", "replayed", "replayed")):
+        tensors = make_tensors(shape, "cpu", number)
+        report = await send(place, sender, loader, f"v{number}", tensors)
+        assert (report.error, report.path) == ("", path)
+        assert held(loader, tensors)
+    memories = place.receivers[0]._memories
+    (mapping,) = [memories.get(name) for name in memories.kept]
+    edge = -mapping.address % 4096 or 4096
+    assert mapping.view(edge - 8, 8).data_ptr() == mapping.address + edge - 8
+    assert mapping.view(edge - 8, 16).data_ptr() != mapping.address + edge - 8
+    assert bytes(mapping.view(edge - 8, 16)) == mapping.map[edge - 8 : edge + 8]
     sender.close()
 
 

@@ -12,7 +12,8 @@ from rollout_pod.weights.buckets import WINDOW, Bucket, Entry, align
 from rollout_pod.weights.copies import Copy
 from rollout_pod.weights.device import Device, DeviceError, Exported
 from rollout_pod.weights.manifest import Manifest
-from rollout_pod.weights.memory import address_of, pin, unpin
+from rollout_pod.weights.memory import address_of
+from rollout_pod.weights.pinned import pin, runs, unpin
 from rollout_pod.weights.replay import KernelReplayer
 from rollout_pod.weights.segment import Segment
 from rollout_pod.weights.spec import TensorSpec
@@ -150,7 +151,10 @@ class Filler:
                 copies.append(Copy(data.data_ptr(), target.data_ptr(), entry.nbytes))
             else:
                 alive.append(data)
-                target.copy_(data, non_blocking=True)
+                at = 0
+                for _, size in runs(target.data_ptr(), entry.nbytes):
+                    target[at : at + size].copy_(data[at : at + size], non_blocking=True)
+                    at += size
         if copies:
             if self._kernel is None:
                 self._kernel = KernelReplayer(str(alive[0].device))

@@ -10,17 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 
 from rollout_pod.weights.device import Device, DeviceError
-from rollout_pod.weights.segment import Attached, AttachError, attach
+from rollout_pod.weights.pinned import pin, runs, unpin
+from rollout_pod.weights.segment import Attached, attach
 
 log = logging.getLogger(__name__)
-
-PIN_BYTES: Final = 1 << 30
-"""Pinned at a time: one call for all would hold the driver's lock for seconds."""
 
 _serials = itertools.count(1)
 
@@ -121,7 +119,10 @@ class PinnedMapping:
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """See ``Source``."""
-        return torch.frombuffer(self.map, dtype=torch.uint8, count=nbytes, offset=offset)
+        view = torch.frombuffer(self.map, dtype=torch.uint8, count=nbytes, offset=offset)
+        # whoever is given the view copies it as a whole, which the driver refuses across pieces
+        one = len(list(runs(self.address + offset, nbytes))) < 2
+        return view if one else view.clone()
 
     def refresh(self, start: int, length: int) -> None:
         """See ``Source``: the mapping is shared."""
@@ -291,26 +292,3 @@ def address_of(mapped: mmap.mmap) -> int:
     """Of its first byte."""
     holder = ctypes.c_ubyte.from_buffer(mapped)
     return ctypes.addressof(holder)
-
-
-def pin(device: Device, address: int, nbytes: int, pinned: list[int]) -> None:
-    """Pin in pieces; ``pinned`` gets the addresses of those that are.
-
-    Raises:
-        DeviceError: one cannot be pinned.
-    """
-    for at in range(0, nbytes, PIN_BYTES):
-        device.register(address + at, min(PIN_BYTES, nbytes - at))
-        pinned.append(address + at)
-
-
-def unpin(device: Device, pinned: list[int]) -> None:
-    """Undo ``pin``."""
-    while pinned:
-        device.unregister(pinned.pop())
-
-
-__all__ = [
-    "AttachError", "Memories", "PinnedMapping", "PrivateMapping", "Region", "Source",
-    "address_of", "pin", "unpin",
-]  # fmt: skip

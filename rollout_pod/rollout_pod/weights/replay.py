@@ -9,6 +9,7 @@ import torch
 
 from rollout_pod.weights.copies import Copy
 from rollout_pod.weights.device import Device
+from rollout_pod.weights.pinned import cut
 from rollout_pod.weights.tables import Table, make_tables
 
 Prepared = Any
@@ -107,7 +108,7 @@ class UploadReplayer:
 
     def prepare(self, copies: Sequence[Copy]) -> Prepared:
         """See ``Replayer``."""
-        return tuple(copies)
+        return tuple(cut(copies))
 
     def run(self, prepared: Prepared) -> None:
         """See ``Replayer``."""
