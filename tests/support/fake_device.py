@@ -6,7 +6,7 @@ Two of them with one folder and one uuid are two processes on one GPU.
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -66,6 +66,7 @@ class FakeDevice:
         return address
 
     def free(self, address: int) -> None:
+        self._count("free")
         name, _, _ = self._made.pop(address)
         (self.folder / name).unlink()
 
@@ -78,9 +79,12 @@ class FakeDevice:
         handle = name.encode().ljust(HANDLE_BYTES, b"\0")
         return Exported(handle, start, len(mapped), identity)
 
-    def identity(self, address: int) -> int:
-        start = self._find(address)
-        return 0 if start is None else self._made[start][2]
+    def identities(self, addresses: Sequence[int]) -> list[int]:
+        starts = map(self._find, addresses)
+        return [0 if start is None else self._made[start][2] for start in starts]
+
+    def released(self) -> int | None:
+        return self.calls.get("free", 0)
 
     def open(self, handle: bytes) -> int:
         self._count("open")

@@ -143,8 +143,23 @@ async def test_tensors_that_move_are_noticed(place, gpu, ranks_view) -> None:
     start = gpu._find(moved["layers.1.big"].data_ptr())
     name, mapped, identity = gpu._made[start]
     gpu._made[start] = (name, mapped, identity + 1000)
+    gpu.calls["free"] = gpu.calls.get("free", 0) + 1
     await update(place, trainer, "step-3", moved)
     assert gpu.calls["export"] > exports
+
+    # and so by memory that is not from torch's allocator, whose count does not tell
+    gpu._made[start] = (name, mapped, identity + 2000)
+    loads = Loads(place, "step-4", [ModelLoader()])
+    with pytest.raises(TransferFailed, match="given back and taken anew"):
+        await trainer.send_async("step-4", moved, timeout_s=20, on_accepted=loads)
+    assert not (await loads.reports())[0].ok
+    sent, loaders = await update(place, trainer, "step-5", moved)
+    assert sent.mode == "direct" and same(loaders[0].model, want)
+
+    # other names for the same tensors
+    renamed = dict(zip(reversed(moved), moved.values(), strict=True))
+    with pytest.raises(ManifestError):
+        await trainer.send_async("step-6", renamed, timeout_s=20)
     trainer.close()
 
 

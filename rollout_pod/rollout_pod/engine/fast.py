@@ -67,18 +67,26 @@ class FastLoader:
         self._loaded_in: dict[torch.nn.Module, set[str]] = {}
         self._path: Path = "reference"
         self._note = ""
+        # of the last manifest, as long as the next one is the same
+        self._digest = ""
         self._names: tuple[str, ...] = ()
+        self._all: frozenset[str] = frozenset()
+        self._slow: frozenset[str] | None = None
 
     def prepare(self, manifest: Manifest) -> frozenset[str]:
         """See ``ReplayingLoader``."""
-        self._names = (
-            *(tensor.name for tensor in manifest.tensors),
-            *(alias for alias, _ in manifest.aliases),
-        )
-        names = frozenset(self._names)
+        if manifest.digest != self._digest:
+            self._names = (
+                *(tensor.name for tensor in manifest.tensors),
+                *(alias for alias, _ in manifest.aliases),
+            )
+            self._all = frozenset(self._names)
+            self._digest = manifest.digest
+            self._slow = None
+        names = self._all
         self._recorder = None
         self._note = ""
-        known = self._survey if names == self._for else None
+        known = self._survey if names is self._for or names == self._for else None
         if not self.enabled:
             self._path, self._note = "reference", "replaying is off"
         elif known is None or not known.in_place():
@@ -92,11 +100,9 @@ class FastLoader:
         elif known.plan.copies:
             self._path = "mixed" if known.layers else "replayed"
             self._note = "; ".join(known.plan.reasons)
-            slow = {name for name in names if name not in known.plan.copies}
-            slow |= {name for alias, name in manifest.aliases if alias in slow}
-            if slow & known.plan.copies.keys():
-                raise RuntimeError("a tensor and its other name are loaded in two ways")
-            return frozenset(tensor.name for tensor in manifest.tensors) - slow
+            if self._slow is None:
+                self._slow = _slow(known, manifest, names)
+            return manifest.names - self._slow if self._slow else manifest.names
         else:
             self._path = "reference"
             self._note = "; ".join(known.plan.reasons)
@@ -193,12 +199,21 @@ class FastLoader:
         finally:
             self._recorder = None
             self._loaded_in = {}
-        self._survey, self._for = found, frozenset(self._names)
+        self._survey, self._for, self._slow = found, self._all, None
         self._note = "; ".join(found.plan.reasons)
         log.info(
             "%d of %d tensors can be replayed%s", len(found.plan.copies), len(self._names),
             f" ({self._note})" if self._note else "",
         )  # fmt: skip
+
+
+def _slow(known: Survey, manifest: Manifest, names: frozenset[str]) -> frozenset[str]:
+    """Names that do not come by copies."""
+    slow = {name for name in names if name not in known.plan.copies}
+    slow |= {name for alias, name in manifest.aliases if alias in slow}
+    if slow & known.plan.copies.keys():
+        raise RuntimeError("a tensor and its other name are loaded in two ways")
+    return frozenset(slow)
 
 
 _KEPT = 4096

@@ -36,12 +36,9 @@ class Assembler:
             self._aliases.setdefault(name, []).append(alias)
         self._memories = memories
         self._pieces = frozenset(pieces)
-        self._parts: dict[int, torch.Tensor] = {}
-
-    @property
-    def wanted(self) -> bool:
+        self.wanted = not manifest.within(self._pieces)
         """Whether any tensor is wanted whole."""
-        return any(spec.name not in self._pieces for spec in self._tensors)
+        self._parts: dict[int, torch.Tensor] = {}
 
     def find(self, bucket: BucketReady) -> Source:
         """The memory of a bucket, as the sender left it.
@@ -64,7 +61,7 @@ class Assembler:
         only pieces are wanted.
         """
         whole: Tensors = []
-        for entry in bucket.pieces():
+        for entry in bucket.pieces() if self.wanted else ():
             spec = self._tensors[entry.tensor]
             if spec.name in self._pieces:
                 continue

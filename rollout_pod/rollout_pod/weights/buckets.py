@@ -106,6 +106,8 @@ class Account:
         self._tensors = tensors
         self._done: list[int | None] = [None] * len(tensors)  # None: not even its empty piece
         self._next = 0
+        self._whole: int | None = None
+        """Bytes of all tensors, if they were counted at once."""
 
     @property
     def buckets(self) -> int:
@@ -115,7 +117,7 @@ class Account:
     @property
     def nbytes(self) -> int:
         """Bytes of tensors taken so far."""
-        return sum(done or 0 for done in self._done)
+        return sum(done or 0 for done in self._done) if self._whole is None else self._whole
 
     def take(self, seq: int, length: int, entries: Sequence[Entry]) -> None:
         """Count one bucket.
@@ -129,6 +131,8 @@ class Account:
             raise BucketError(f"bucket {seq} {what}")
         if not entries:
             raise BucketError(f"bucket {seq} is empty")
+        if self._whole is not None:
+            raise BucketError(f"bucket {seq}: all tensors were complete before")
         seen: dict[int, int] = {}
         end = 0
         for entry in entries:
@@ -139,9 +143,13 @@ class Account:
             self._done[tensor] = done
         self._next += 1
 
-    def take_all(self) -> None:
-        """Count every tensor as one bucket: they are read where the sender has them."""
-        self._done = [tensor.nbytes for tensor in self._tensors]
+    def take_all(self, nbytes: int) -> None:
+        """Count every tensor as one bucket: they are read where the sender has them.
+
+        Args:
+            nbytes: of all of them.
+        """
+        self._whole = nbytes
         self._next += 1
 
     def _check(self, seq: int, length: int, end: int, entry: Entry, seen: dict[int, int]) -> None:
@@ -168,6 +176,8 @@ class Account:
 
     def missing(self) -> list[str]:
         """Names of the tensors that are not complete."""
+        if self._whole is not None:
+            return []
         return [
             tensor.name
             for tensor, done in zip(self._tensors, self._done, strict=True)

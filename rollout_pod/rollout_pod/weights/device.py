@@ -3,6 +3,7 @@
 ``cuda.Cuda`` is the real one; tests bring one whose memory is files.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -63,8 +64,13 @@ class Device(Protocol):
             NotExportableError: made by ``cuMemCreate`` (PyTorch's expandable segments, pools).
         """
 
-    def identity(self, address: int) -> int:
-        """See ``Exported``."""
+    def identities(self, addresses: Sequence[int]) -> list[int]:
+        """Of the allocations around these; see ``Exported``."""
+
+    def released(self) -> int | None:
+        """A count that rises whenever torch's allocator gives memory back to the driver; None if
+        it does not say.
+        """
 
     def open(self, handle: bytes) -> int:
         """Map an allocation of another process. Returns its address here."""

@@ -85,7 +85,7 @@ class Incoming:
             raise BucketError(
                 f"direct: {len(message.places)} places for {len(self.manifest.tensors)} tensors"
             )
-        self.account.take_all()
+        self.account.take_all(self.manifest.nbytes)
         self.work.put(message)
 
     def finish(self, message: Finish) -> None:

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from rollout_pod.weights import wire
@@ -57,24 +57,33 @@ class Loading:
             self.touched = True
             loader.flush()
         names: frozenset[str] = frozenset()
+        started = time.monotonic()
         if isinstance(loader, ReplayingLoader):
             names = loader.prepare(self.manifest)
-        sizes = {tensor.name: tensor.nbytes for tensor in self.manifest.tensors}
-        if not sizes.keys() <= names:
+        self.steps["prepare"] = time.monotonic() - started
+        if not self.manifest.within(names):
             self.touched = True
         self._timed("begin", loader.begin)
         assembler = Assembler(self.manifest, self.memories, names)
         given: set[str] = set()
+        whole = False
+        step = "first"
         while True:
-            work = self._next("wait" if given else "first", len(given))
+            work = self._next(step, len(given))
+            step = "wait"
             if isinstance(work, wire.Finish):
                 break
             self.touched = True
-            given.update(self._load(assembler, work))
-        if given != sizes.keys():
-            raise LoadError(f"{len(given)} tensors were loaded, the manifest has {len(sizes)}")
+            done = self._load(assembler, work)
+            if done is self.manifest.names:
+                whole = True
+            else:
+                given.update(done)
+        wanted = self.manifest.names
+        if not whole and given != wanted:
+            raise LoadError(f"{len(given)} tensors were loaded, the manifest has {len(wanted)}")
         self._timed("finish", loader.finish)
-        return len(given), sum(sizes.values())
+        return len(self.manifest.tensors), self.manifest.nbytes
 
     def _timed(self, step: str, call: Callable[[], None]) -> None:
         started = time.monotonic()
@@ -99,17 +108,19 @@ class Loading:
             raise LoadError(failure)
         return work
 
-    def _load(self, assembler: Assembler, work: "wire.BucketReady | wire.Direct") -> Sequence[str]:
+    def _load(
+        self, assembler: Assembler, work: "wire.BucketReady | wire.Direct"
+    ) -> Collection[str]:
         """Load and acknowledge, only then; returns the names that are complete by it."""
         session = self.incoming.session
         seq = work.seq if isinstance(work, wire.BucketReady) else 0
         try:
             if isinstance(work, wire.BucketReady):
                 self._timed("load", lambda: self._bucket(assembler, work))
-                names: Sequence[str] = assembler.completed(work)
+                names: Collection[str] = assembler.completed(work)
             else:
                 self._timed("load", lambda: self._direct(assembler, work))
-                names = [tensor.name for tensor in self.manifest.tensors]
+                names = self.manifest.names
         except Exception as error:
             log.exception("bucket %d of session %s failed", seq, session)
             reason = f"bucket {seq}: {type(error).__name__}: {error}"[:ERROR_CHARS]
@@ -137,16 +148,18 @@ class Loading:
         self._settle()
 
     def _direct(self, assembler: Assembler, message: wire.Direct) -> None:
-        sources = assembler.regions(message)
         if isinstance(self.loader, ReplayingLoader):
-            key = (message.digest, self.manifest.digest, *(source.serial for source in sources))
+            # the same places in the same mappings were found good when the key was new
+            key = (message.digest, self.manifest.digest, self.memories.generation)
 
             def pieces() -> Sequence[Piece]:
+                sources = assembler.regions(message)
                 assembler.check(message, sources)
                 return assembler.places(message, sources)
 
             self.loader.replay(key, pieces, on_device=True)
         if assembler.wanted:
+            sources = assembler.regions(message)
             assembler.check(message, sources)
             self.loader.load(assembler.views(message, sources))
         self._settle()

@@ -45,8 +45,17 @@ class Manifest:
         """The same tensors as another version."""
         made = Manifest(version, self.tensors, self.aliases)
         # what was computed of the tensors, which can be tens of thousands, holds there too
-        made.__dict__.update(digest=self.digest, nbytes=self.nbytes)
+        made.__dict__.update(digest=self.digest, nbytes=self.nbytes, names=self.names)
         return made
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of the tensors, without aliases."""
+        return frozenset(tensor.name for tensor in self.tensors)
+
+    def within(self, names: frozenset[str]) -> bool:
+        """Whether all names are among these; no time at all if they are the very same."""
+        return names is self.names or self.names <= names
 
     @cached_property
     def nbytes(self) -> int:

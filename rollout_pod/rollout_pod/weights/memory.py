@@ -172,6 +172,9 @@ class Memories:
         self.lock = threading.Lock()
         self._private: dict[str, PrivateMapping] = {}
         self._kept: dict[str, PinnedMapping | Region] = {}
+        self._by_handle: dict[bytes, Region] = {}
+        self.generation = next(_serials)
+        """Changes whenever something that outlives a load is mapped or unmapped."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -199,10 +202,10 @@ class Memories:
             for name, (handle, nbytes) in device.items():
                 if name not in self._kept:
                     address = self.device.open(handle)
-                    self._kept[name] = Region(handle, nbytes, address, self.device)
+                    self._keep(name, Region(handle, nbytes, address, self.device))
             for name in segments:
                 if name not in self._kept:
-                    self._kept[name] = PinnedMapping.open(self.shm_dir, name, self.device)
+                    self._keep(name, PinnedMapping.open(self.shm_dir, name, self.device))
 
     def probe(self, handle: bytes, offset: int, nbytes: int) -> bytes:
         """Read a few bytes of a sender's allocation.
@@ -213,10 +216,10 @@ class Memories:
         if self.device is None:
             raise DeviceError("this rank has no GPU")
         with self._idle():
-            for held in self._kept.values():
-                # a handle that is open already cannot be opened once more
-                if isinstance(held, Region) and held.handle == handle:
-                    return self.device.read(held.address + offset, nbytes)
+            # a handle that is open already cannot be opened once more
+            held = self._by_handle.get(handle)
+            if held is not None:
+                return self.device.read(held.address + offset, nbytes)
             address = self.device.open(handle)
             try:
                 return self.device.read(address + offset, nbytes)
@@ -280,8 +283,17 @@ class Memories:
         finally:
             self.lock.release()
 
+    def _keep(self, name: str, held: "PinnedMapping | Region") -> None:
+        self._kept[name] = held
+        self.generation = next(_serials)
+        if isinstance(held, Region):
+            self._by_handle[held.handle] = held
+
     def _drop(self, name: str) -> None:
         held = self._kept.pop(name)
+        self.generation = next(_serials)
+        if isinstance(held, Region):
+            self._by_handle.pop(held.handle, None)
         try:
             held.close()
         except DeviceError:

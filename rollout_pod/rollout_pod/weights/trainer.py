@@ -135,25 +135,28 @@ class WeightSender:
         deadline = started + timeout_s
         steps: dict[str, float] = {}
         if self._device is not None:
-            self._device.drain()
+            with _step(steps, "drain"):
+                self._device.drain()
         try:
             link = self._greet(name, deadline, steps)
-            direct, why = self._pick(version, tensors, link)
-            reason = "; ".join(text for text in (link.reason, why) if text)
-            if direct is not None and direct.manifest is not None:
-                shown = direct.manifest
-            else:
-                shown = self._describe(version, tensors, manifest)
-            self._manifest = shown
+            with _step(steps, "look"):
+                direct, why = self._pick(version, tensors, link)
+                reason = "; ".join(text for text in (link.reason, why) if text)
+                if direct is not None and direct.manifest is not None:
+                    shown = direct.manifest
+                else:
+                    shown = self._describe(version, tensors, manifest)
+                self._manifest = shown
             with _step(steps, "manifest"):
                 link.offer(shown, deadline - time.monotonic())
             with _step(steps, "map"):
                 self._map(link, shown, direct, deadline)
             if on_accepted is not None:
-                on_accepted(name)
+                with _step(steps, "accepted"):
+                    on_accepted(name)
             with _step(steps, "transfer"):
                 if direct is not None:
-                    reports = self._direct(link, direct, deadline)
+                    reports = self._direct(link, direct, deadline, steps)
                 else:
                     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
                     assert self._ring is not None  # noqa: S101 - _map made it
@@ -247,8 +250,6 @@ class WeightSender:
             why = "" if link.reason else "the tensors are not on a GPU"
         elif not isinstance(tensors, Mapping):
             why = "tensors that come one after another cannot be read in place"
-        elif not self._device_owns(tensors):
-            why = "some tensors are not on the GPU"
         else:
             try:
                 self._exports.renew(version, tensors)
@@ -259,10 +260,6 @@ class WeightSender:
         if self._mode == "direct":
             raise NotExportableError(f"mode direct does not work: {why or link.reason}")
         return None, f"bucketed: {why}" if why else ""
-
-    def _device_owns(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        device = self._device
-        return device is not None and all(map(device.owns, tensors.values()))
 
     def _describe(self, version: str, tensors: Tensors, manifest: Manifest | None) -> Manifest:
         if manifest is not None:
@@ -323,16 +320,19 @@ class WeightSender:
         while self._old:
             self._old.pop().close()
 
-    def _direct(self, link: Session, exports: Exports, deadline: float) -> tuple[LoadReport, ...]:
+    def _direct(
+        self, link: Session, exports: Exports, deadline: float, steps: dict[str, float]
+    ) -> tuple[LoadReport, ...]:
         message = exports.message
         assert message is not None  # noqa: S101 - renew() made it
         whole = message.model_copy(update={"session": link.session})
         if exports.digest in link.holds:
             whole = whole.model_copy(update={"regions": (), "places": (), "same": exports.digest})
         link.direct(whole)
-        changed = exports.altered()  # while the ranks copy
+        with _step(steps, "look again"):
+            changed = exports.altered()  # while the ranks copy
         if changed:
-            raise TransferFailed(f"tensor {changed!r} was changed during the update")
+            raise TransferFailed(changed)
         return link.finish(deadline)
 
     def _hang_up(self, reason: str) -> None:
