@@ -54,6 +54,11 @@ def held(loader: SyntheticLoader, tensors) -> bool:
     return same({name: loader.target(name) for name in tensors}, tensors)
 
 
+def tables_of(sender: WeightSender) -> dict:
+    ring = sender._ring
+    return dict(ring.tables._ready) if ring is not None and ring.tables is not None else {}
+
+
 @pytest.mark.parametrize("how", ["direct", "bucketed", "shared_memory"])
 @pytest.mark.parametrize("bucket_bytes", [1000, 1 << 20])
 async def test_replayed_is_recorded(place, shape, how: str, bucket_bytes: int) -> None:
@@ -72,8 +77,18 @@ async def test_replayed_is_recorded(place, shape, how: str, bucket_bytes: int) -
         assert (report.ok, report.path, report.touched) == (True, path, True)
         assert held(loader, tensors)
     kept = len(loader._prepared)
+    filled = tables_of(sender)
     await send(place, sender, loader, "once-more", tensors)
     assert len(loader._prepared) == kept > 0, "tables are made once"
+    again = tables_of(sender)
+    assert all(again[seq] is filled[seq] for seq in filled), "and so are the sender's"
+    assert bool(filled) == (how == "bucketed")
+
+    # elsewhere, and so by other tables
+    moved = gpu.give(make_tensors(shape, "cpu", 5))
+    assert (await send(place, sender, loader, "moved", moved)).ok
+    assert held(loader, moved)
+    assert not any(tables_of(sender)[seq] is filled[seq] for seq in filled)
     sender.close()
 
 

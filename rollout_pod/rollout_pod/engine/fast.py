@@ -63,6 +63,7 @@ class FastLoader:
         self._for: frozenset[str] = frozenset()
         """Names that the survey is of."""
         self._prepared: dict[Hashable, Any] = {}
+        self._kept = 0
         self._recorder: Recorder | None = None
         self._loaded_in: dict[torch.nn.Module, set[str]] = {}
         self._path: Path = "reference"
@@ -94,6 +95,7 @@ class FastLoader:
             self._recorder = Recorder()
             self._survey = None
             self._prepared.clear()
+            self._kept = 0
         elif self.require_full_cover and not known.plan.full:
             self._path = "reference"
             self._note = "the copies do not write every byte of the model, which has lost all"
@@ -136,10 +138,13 @@ class FastLoader:
         replayer = self._near if on_device else self._far
         prepared = self._prepared.get(key) if key is not None else None
         if prepared is None:
-            prepared = replayer.prepare(place(self._survey.plan, pieces()))
+            copies = place(self._survey.plan, pieces())
+            prepared = replayer.prepare(copies)
             if key is not None:
-                if len(self._prepared) > _KEPT:
+                self._kept += len(copies)
+                if len(self._prepared) > _KEPT_SETS or self._kept > _KEPT_COPIES:
                     self._prepared.clear()
+                    self._kept = len(copies)
                 self._prepared[key] = prepared
         replayer.run(prepared)
 
@@ -216,5 +221,7 @@ def _slow(known: Survey, manifest: Manifest, names: frozenset[str]) -> frozenset
     return frozenset(slow)
 
 
-_KEPT = 4096
+_KEPT_SETS = 4096
 """Sets of copies that are kept ready, one for a bucket."""
+_KEPT_COPIES = 1 << 18
+"""In all of them: a trainer whose tensors move brings a new set for each update."""

@@ -8,13 +8,13 @@ from typing import Final, Protocol
 
 import torch
 
-from rollout_pod.weights.buckets import WINDOW, Bucket, Entry, align
+from rollout_pod.weights.buckets import WINDOW, Bucket, align
 from rollout_pod.weights.copies import Copy
 from rollout_pod.weights.device import Device, DeviceError, Exported
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.memory import address_of
 from rollout_pod.weights.pinned import pin, runs, unpin
-from rollout_pod.weights.replay import KernelReplayer
+from rollout_pod.weights.replay import HostReplayer, KernelReplayer, Prepared, Replayer
 from rollout_pod.weights.segment import Segment
 from rollout_pod.weights.spec import TensorSpec
 
@@ -35,6 +35,8 @@ class Ring(Protocol):
     name: str
     size: int
     """Of one bucket."""
+    tables: "Tables | None"
+    """Fills it by one kernel, out of tensors on the same device; None where torch copies."""
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes, as ``uint8``."""
@@ -44,6 +46,30 @@ class Ring(Protocol):
 
     def close(self) -> None:
         """Give the memory back."""
+
+
+class Tables:
+    """The copies that fill each bucket, kept ready while their addresses are the same.
+
+    Args:
+        address: of the ring.
+        where: the ring's device.
+    """
+
+    def __init__(self, address: int, where: torch.device) -> None:
+        self.address = address
+        self.where = where
+        self._replayer: Replayer = (
+            KernelReplayer(str(where)) if where.type == "cuda" else HostReplayer()
+        )
+        self._ready: dict[int, tuple[list[Copy], Prepared]] = {}
+
+    def run(self, seq: int, copies: list[Copy]) -> None:
+        """Queue the copies of one bucket."""
+        known = self._ready.get(seq)
+        if known is None or known[0] != copies:
+            known = self._ready[seq] = (copies, self._replayer.prepare(copies))
+        self._replayer.run(known[1])
 
 
 class SegmentRing:
@@ -59,6 +85,7 @@ class SegmentRing:
             shm_dir, f"{prefix}{secrets.token_hex(8)}", WINDOW * self.size
         )
         self.name = self.segment.name
+        self.tables: Tables | None = None
         self._device = device
         self._pinned: list[int] = []
         if device is not None:
@@ -98,6 +125,7 @@ class DeviceRing:
         self._address = device.allocate(WINDOW * self.size)
         self.exported: Exported = device.export(self._address)
         self._memory = device.tensor(self._address, WINDOW * self.size)
+        self.tables: Tables | None = Tables(self._address, self._memory.device)
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """See ``Ring``."""
@@ -130,8 +158,7 @@ class Filler:
         self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(tensors)
         self._manifest = manifest
         self._ring = ring
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._kernel: KernelReplayer | None = None
+        self._tensor = torch.empty(0)
 
     def fill(self, bucket: Bucket, base: int) -> None:
         """Put a bucket at ``base``; all of it is there when this returns.
@@ -141,24 +168,22 @@ class Filler:
         """
         alive: list[torch.Tensor] = []  # what queued copies read
         copies: list[Copy] = []
-        for entry in bucket.entries:
-            data = self._take(entry)
-            if not entry.nbytes:
+        tables = self._ring.tables
+        for index, offset, start, nbytes in bucket.entries:
+            if start == 0:
+                self._tensor = self._next(index)
+            tensor = self._tensor
+            if not nbytes:
                 continue
-            target = self._ring.view(base + entry.offset, entry.nbytes)
-            if data.is_cuda and target.is_cuda and data.device == target.device:
-                alive.append(data)
-                copies.append(Copy(data.data_ptr(), target.data_ptr(), entry.nbytes))
+            alive.append(tensor)
+            if tables is not None and tensor.device == tables.where:
+                target = tables.address + base + offset
+                copies.append(Copy(tensor.data_ptr() + start, target, nbytes))
             else:
-                alive.append(data)
-                at = 0
-                for _, size in runs(target.data_ptr(), entry.nbytes):
-                    target[at : at + size].copy_(data[at : at + size], non_blocking=True)
-                    at += size
-        if copies:
-            if self._kernel is None:
-                self._kernel = KernelReplayer(str(alive[0].device))
-            self._kernel.run(self._kernel.prepare(copies))
+                data = tensor.reshape(-1).view(torch.uint8)[start : start + nbytes]
+                _copy(self._ring.view(base + offset, nbytes), data)
+        if copies and tables is not None:
+            tables.run(bucket.seq, copies)
         self._ring.wait()
 
     def end(self) -> None:
@@ -166,16 +191,21 @@ class Filler:
         for name, _ in self._tensors:
             raise SourceChangedError(f"tensor {name!r} comes after all of the manifest")
 
-    def _take(self, entry: Entry) -> torch.Tensor:
-        if entry.tensor_offset == 0:
-            want = self._manifest.tensors[entry.tensor]
-            name, tensor = next(self._tensors, ("(no more tensors)", torch.empty(0)))
-            if spec_of(name, tensor) != want:
-                raise SourceChangedError(f"the tensor is {spec_of(name, tensor)}, manifest: {want}")
-            self._bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        return self._bytes[entry.tensor_offset : entry.tensor_offset + entry.nbytes]
+    def _next(self, index: int) -> torch.Tensor:
+        want = self._manifest.tensors[index]
+        name, tensor = next(self._tensors, ("(no more tensors)", torch.empty(0)))
+        if spec_of(name, tensor) != want:
+            raise SourceChangedError(f"the tensor is {spec_of(name, tensor)}, manifest: {want}")
+        return tensor.detach().contiguous()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    at = 0
+    for _, size in runs(target.data_ptr(), len(target)):
+        target[at : at + size].copy_(source[at : at + size], non_blocking=True)
+        at += size
 
 
 __all__: Final = [
-    "DeviceRing", "Filler", "Ring", "SegmentRing", "SourceChangedError", "spec_of",
+    "DeviceRing", "Filler", "Ring", "SegmentRing", "SourceChangedError", "Tables", "spec_of",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgpack
 
+from rollout_pod.weights.buckets import Plan, make_plan
 from rollout_pod.weights.spec import Expected, TensorSpec
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
@@ -46,7 +47,18 @@ class Manifest:
         made = Manifest(version, self.tensors, self.aliases)
         # what was computed of the tensors, which can be tens of thousands, holds there too
         made.__dict__.update(digest=self.digest, nbytes=self.nbytes, names=self.names)
+        made.__dict__.update(_plans=self._plans)
         return made
+
+    @cached_property
+    def _plans(self) -> dict[int, Plan]:
+        return {}
+
+    def plan(self, bucket_bytes: int) -> Plan:
+        """See ``make_plan``; made once for all versions of the same tensors."""
+        if bucket_bytes not in self._plans:
+            self._plans[bucket_bytes] = make_plan(self.tensors, bucket_bytes)
+        return self._plans[bucket_bytes]
 
     @cached_property
     def names(self) -> frozenset[str]:

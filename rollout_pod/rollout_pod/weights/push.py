@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from rollout_pod.weights.buckets import WINDOW, make_plan
+from rollout_pod.weights.buckets import WINDOW
 from rollout_pod.weights.fill import Filler, Ring, SegmentRing, SourceChangedError, spec_of
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.report import LoadReport
@@ -34,7 +34,7 @@ def send_weights(
     deadline = time.monotonic() + timeout_s
     ring: SegmentRing | None = None
     try:
-        plan = make_plan(manifest.tensors, bucket_bytes)
+        plan = manifest.plan(bucket_bytes)
         longest = max((bucket.length for bucket in plan.buckets), default=0)
         ring = SegmentRing(session.shm_dir, session.prefix, longest)
         return stream(session, tensors, manifest, ring, bucket_bytes, deadline)
@@ -54,20 +54,41 @@ def stream(
     ring: Ring,
     bucket_bytes: int,
     deadline: float,
+    steps: dict[str, float] | None = None,
 ) -> tuple[LoadReport, ...]:
-    """All buckets and the end; the caller ends session and ring.
+    """All buckets and the end; the caller ends session and ring. ``steps`` gets the seconds spent
+    on waiting for room, on filling, and on the end.
 
     Raises:
         TransferFailed: see ``send_weights``.
     """
     filler = Filler(tensors, manifest, ring)
+    clock = _Clock({} if steps is None else steps)
     try:
-        for bucket in make_plan(manifest.tensors, bucket_bytes).buckets:
+        plan = manifest.plan(bucket_bytes)
+        clock.lap("plan")
+        for bucket in plan.buckets:
             base = bucket.seq % WINDOW * ring.size
             session.reserve(deadline)
+            clock.lap("room")
             filler.fill(bucket, base)
+            clock.lap("fill")
             session.push(bucket, segment=ring.name, base=base)
+            clock.lap("push")
         filler.end()
     except SourceChangedError as error:
         raise TransferFailed(str(error)) from error
-    return session.finish(deadline)
+    reports = session.finish(deadline)
+    clock.lap("end")
+    return reports
+
+
+class _Clock:
+    def __init__(self, steps: dict[str, float]) -> None:
+        self._steps = steps
+        self._last = time.monotonic()
+
+    def lap(self, step: str) -> None:
+        now = time.monotonic()
+        self._steps[step] = self._steps.get(step, 0.0) + now - self._last
+        self._last = now

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -11,6 +11,8 @@ from rollout_pod.weights.copies import Copy
 from rollout_pod.weights.device import Device
 from rollout_pod.weights.pinned import cut
 from rollout_pod.weights.tables import Table, make_tables
+
+_TABLE_ALIGN: Final = 256
 
 Prepared = Any
 """What ``run`` takes; may be kept and run again while its addresses are good."""
@@ -97,7 +99,18 @@ class KernelReplayer:
             table.sources, table.targets, table.lengths, table.widths, table.source_pitches,
             table.target_pitches, table.entries, table.blocks,
         )  # fmt: skip
-        return tuple(torch.from_numpy(array).to(self._where) for array in arrays)
+        # one upload for all: each by itself waits for the device
+        starts = [0]
+        for array in arrays:
+            starts.append(-(-(starts[-1] + array.nbytes) // _TABLE_ALIGN) * _TABLE_ALIGN)
+        packed = np.empty(starts[-1], dtype=np.uint8)
+        for start, array in zip(starts, arrays, strict=False):
+            packed[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
+        there = torch.from_numpy(packed).to(self._where)
+        return tuple(
+            there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+            for start, array in zip(starts, arrays, strict=False)
+        )
 
 
 class UploadReplayer:

@@ -18,7 +18,6 @@ from typing import Final, Literal
 import torch
 
 from rollout_pod.weights import wire
-from rollout_pod.weights.buckets import make_plan
 from rollout_pod.weights.device import Device, DeviceError, NotExportableError
 from rollout_pod.weights.direct import Exports
 from rollout_pod.weights.fill import DeviceRing, Ring, SegmentRing, spec_of
@@ -160,7 +159,9 @@ class WeightSender:
                 else:
                     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
                     assert self._ring is not None  # noqa: S101 - _map made it
-                    reports = stream(link, pairs, shown, self._ring, self._bucket_bytes, deadline)
+                    reports = stream(
+                        link, pairs, shown, self._ring, self._bucket_bytes, deadline, steps
+                    )
         except BaseException as error:
             self._hang_up(f"{type(error).__name__}: {error}")
             raise
@@ -297,7 +298,7 @@ class WeightSender:
         self._free_old()
 
     def _obtain_ring(self, link: Session, manifest: Manifest) -> Ring:
-        plan = make_plan(manifest.tensors, self._bucket_bytes)
+        plan = manifest.plan(self._bucket_bytes)
         longest = max((bucket.length for bucket in plan.buckets), default=0)
         on_device = link.transport == "cuda_ipc"
         ring = self._ring
