@@ -1,5 +1,6 @@
 """Buckets for whoever holds tensors: memory for two, and what fills them."""
 
+import functools
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -25,8 +26,20 @@ class SourceChangedError(Exception):
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     """What a manifest says of a tensor."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size())
+    nbytes = tensor.numel() * tensor.element_size()
+    return TensorSpec(name, _dtype_name(tensor.dtype), tuple(tensor.shape), nbytes)
+
+
+def fits(spec: TensorSpec, name: str, tensor: torch.Tensor) -> bool:
+    """Whether ``spec_of`` would say the same; for thousands in a row."""
+    if name != spec.name or tensor.shape != spec.shape:
+        return False
+    return _dtype_name(tensor.dtype) == spec.dtype
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Ring(Protocol):
@@ -180,7 +193,7 @@ class Filler:
                 target = tables.address + base + offset
                 copies.append(Copy(tensor.data_ptr() + start, target, nbytes))
             else:
-                data = tensor.reshape(-1).view(torch.uint8)[start : start + nbytes]
+                data = tensor.detach().reshape(-1).view(torch.uint8)[start : start + nbytes]
                 _copy(self._ring.view(base + offset, nbytes), data)
         if copies and tables is not None:
             tables.run(bucket.seq, copies)
@@ -194,9 +207,9 @@ class Filler:
     def _next(self, index: int) -> torch.Tensor:
         want = self._manifest.tensors[index]
         name, tensor = next(self._tensors, ("(no more tensors)", torch.empty(0)))
-        if spec_of(name, tensor) != want:
+        if not fits(want, name, tensor):
             raise SourceChangedError(f"the tensor is {spec_of(name, tensor)}, manifest: {want}")
-        return tensor.detach().contiguous()
+        return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -207,5 +220,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 __all__: Final = [
-    "DeviceRing", "Filler", "Ring", "SegmentRing", "SourceChangedError", "Tables", "spec_of",
+    "DeviceRing", "Filler", "Ring", "SegmentRing", "SourceChangedError", "Tables",
+    "fits", "spec_of",
 ]  # fmt: skip

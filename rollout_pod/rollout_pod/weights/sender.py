@@ -280,7 +280,10 @@ class Session:
             session=self.session, buckets=self._sent, tensors=len(manifest.tensors),
             bytes=manifest.nbytes,
         )  # fmt: skip
-        # a rank takes it when it has loaded what came before
+        # one of several ranks must not end before all have everything; one alone takes it when it
+        # has loaded what came before
+        if any(rank.world > 1 for rank in self._ranks):
+            self._wait(lambda: all(rank.acked == self._sent for rank in self._ranks), deadline)
         for rank in self._ranks:
             rank.send(message)
         self._wait(

@@ -20,7 +20,7 @@ import torch
 from rollout_pod.weights import wire
 from rollout_pod.weights.device import Device, DeviceError, NotExportableError
 from rollout_pod.weights.direct import Exports
-from rollout_pod.weights.fill import DeviceRing, Ring, SegmentRing, spec_of
+from rollout_pod.weights.fill import DeviceRing, Ring, SegmentRing, fits, spec_of
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.push import stream
 from rollout_pod.weights.report import LoadReport
@@ -268,11 +268,15 @@ class WeightSender:
                 raise TransferFailed(f"the manifest is of version {manifest.version!r}")
             return manifest
         if isinstance(tensors, Mapping):
+            known = self._manifest
+            if (
+                known is not None
+                and len(tensors) == len(known.tensors)
+                and all(map(fits, known.tensors, tensors.keys(), tensors.values()))
+            ):
+                return known.renamed(version)
             specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
-            made = Manifest(version, specs)
-            if self._manifest is not None and specs == self._manifest.tensors:
-                return self._manifest.renamed(version)
-            return made
+            return Manifest(version, specs)
         if self._manifest is None:
             raise TransferFailed("tensors that come one after another need a manifest")
         return self._manifest.renamed(version)
