@@ -166,6 +166,27 @@ def test_account_refuses(entries, words) -> None:
     assert account.missing() == ["a", "b"]
 
 
+def test_all_at_once_leaves_nothing_to_come() -> None:
+    specs = (TensorSpec("a", "uint8", (300,), 300), TensorSpec("b", "uint8", (0,), 0))
+    account = Account(specs)
+    account.take_all(300)
+    assert (account.buckets, account.nbytes, account.missing()) == (1, 300, [])
+    with pytest.raises(BucketError, match="complete before"):
+        account.take(1, 512, make_plan(specs, 512).buckets[0].entries)
+
+
+def test_versions_of_the_same_tensors_share_what_was_made_of_them() -> None:
+    first = Manifest("v1", (TensorSpec("a", "uint8", (300,), 300),), (("b", "a"),))
+    second = first.renamed("v2")
+    assert second.version == "v2"
+    assert second.names is first.names
+    assert second.plan(256) is first.plan(256)
+    assert len(second.plan(512).buckets) != len(second.plan(256).buckets)
+    assert second.within(second.names)
+    assert second.within(frozenset("ab"))
+    assert not second.within(frozenset("b"))
+
+
 def test_small_buckets_are_refused() -> None:
     with pytest.raises(ValueError, match="bucket_bytes 255"):
         make_plan([], 255)

@@ -44,7 +44,8 @@ class Loading:
     touched: bool = False
     """Whether a byte of the model may have changed, or its state is one that needs a flush."""
     steps: dict[str, float] = field(default_factory=dict)
-    """Seconds: until the first bytes came, then waiting for more, and loading."""
+    """Seconds: until the first bytes came, then waiting for more, and loading, of which ``settle``
+    is the part from the last call to the end of its copies."""
 
     def run(self, *, flush: bool) -> tuple[int, int]:
         """Load until ``finish``; returns how many tensors and bytes the loader was given.
@@ -145,7 +146,7 @@ class Loading:
         whole = assembler.take(bucket, source)
         if whole:
             self.loader.load(whole)
-        self._settle()
+        self._timed("settle", self._settle)
 
     def _direct(self, assembler: Assembler, message: wire.Direct) -> None:
         if isinstance(self.loader, ReplayingLoader):
@@ -162,7 +163,7 @@ class Loading:
             sources = assembler.regions(message)
             assembler.check(message, sources)
             self.loader.load(assembler.views(message, sources))
-        self._settle()
+        self._timed("settle", self._settle)
 
     def _settle(self) -> None:
         """The memory may be used again after this: no copy out of it is still queued."""
