@@ -14,7 +14,7 @@ from rollout_client.batch import gather_batch
 from rollout_client.endpoints import Endpoints, Fixed
 from rollout_client.errors import DeadlineExceeded, GroupFailed, RolloutError
 from rollout_client.fleet import Fleet
-from rollout_client.planning import Again, Cut, Done, Outcome, Policy, judge
+from rollout_client.planning import Again, Cut, Done, Ended, Outcome, Policy, judge
 from rollout_client.prompts import normalize_token_ids
 from rollout_client.rollout import Draft, Rollout
 from rollout_client.routing import NoReplica
@@ -239,6 +239,9 @@ class RolloutClient:
         self._follow(run, picked, outcome, gained=len(run.draft.token_ids) - held)
 
     def _follow(self, run: Run, url: str, outcome: Outcome, *, gained: int) -> None:
+        begins_anew = run.params.get("structured_outputs") is not None
+        if begins_anew and not isinstance(outcome, Ended | Cut):
+            gained = 0  # what is forgotten is no progress: a broken replica is asked less and less
         verdict = judge(outcome, gained=gained, counts=run.counts, policy=self._policy)
         if gained or isinstance(verdict, Done):
             self._fleet.worked(url)
@@ -253,7 +256,7 @@ class RolloutClient:
             run.avoid.add(url)
         if run.on_partial is not None and (gained or isinstance(outcome, Cut)):
             run.on_partial(run.draft.rollout())
-        if run.params.get("structured_outputs") is not None:
+        if begins_anew:
             run.draft.begin_anew()
         if verdict.backoff and not run.draft.is_full:
             raise _Retry(None)

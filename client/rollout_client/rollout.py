@@ -6,6 +6,7 @@ from rollout_pod.protocol import (
     FinishReason,
     GenerateDelta,
     GenerateEnd,
+    RoutedExperts,
     TokenLogProb,
     WeightVersionSpan,
 )
@@ -27,6 +28,10 @@ class Rollout:
     """Cover ``[0, len(token_ids))`` without a gap; neighbours differ."""
     top_log_probs: tuple[list[TokenLogProb], ...] | None = None
     """One for each token, where ``logprobs: k`` asks for them."""
+    prompt_log_probs: list[list[TokenLogProb] | None] | None = None
+    """One entry for each token of the prompt, where ``prompt_logprobs: k`` asks for them."""
+    routed_experts: RoutedExperts | None = None
+    """Of the whole rollout, where ``return_routed_experts`` asks for them."""
     attempts: int = 0
     """Requests sent for it, those that got no answer included."""
     finish_reason: FinishReason | None = None
@@ -52,6 +57,8 @@ class Draft:
         self._spans: list[WeightVersionSpan] = []
         self._tops: list[list[TokenLogProb]] = []
         self._stop_reason: int | str | None = None
+        self._prompt_log_probs: list[list[TokenLogProb] | None] | None = None
+        self._routed_experts: RoutedExperts | None = None
 
     def append(self, delta: GenerateDelta) -> None:
         """Take the tokens of one event.
@@ -87,6 +94,8 @@ class Draft:
         """
         if end.num_tokens != received:
             raise InvalidAnswer(f"{received} tokens came of {end.num_tokens}")
+        self._prompt_log_probs = end.prompt_log_probs or self._prompt_log_probs
+        self._routed_experts = end.routed_experts or self._routed_experts
         if not end.is_cancel and end.finish_reason is not FinishReason.ERROR:
             self.finish(end.finish_reason, end.stop_reason)
 
@@ -111,6 +120,8 @@ class Draft:
             log_probs=tuple(self._log_probs),
             weight_versions=tuple(self._spans),
             top_log_probs=tuple(self._tops) if self._tops else None,
+            prompt_log_probs=self._prompt_log_probs,
+            routed_experts=self._routed_experts,
             attempts=self.attempts,
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,

@@ -7,7 +7,7 @@ never changed in place, and ``is_cancel`` decided by the engine's finish reason.
 import asyncio
 import base64
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rollout_pod.engine.base import (
@@ -22,7 +22,7 @@ from rollout_pod.engine.base import (
     PromptLogProbs,
     TopLogProb,
 )
-from rollout_pod.gate import Admission, Finished, Gate, OnTokens, Refused
+from rollout_pod.gate import Admission, DuplicateRequest, Finished, Gate, OnTokens, Refused
 from rollout_pod.protocol import (
     CancelReason,
     FinishReason,
@@ -129,6 +129,8 @@ class Generation:
         self._gate = gate
         self._max_model_len = max_model_len
         self._requests: dict[str, GenerateRequest] = {}
+        self._preparing: dict[str, GenerateRequest] = {}
+        self._cut_early: set[str] = set()
 
     async def generate(
         self,
@@ -144,17 +146,28 @@ class Generation:
         """
         self._gate.check_ready()
         self._gate.check_new(request.request_id)
+        if request.request_id in self._preparing:
+            raise DuplicateRequest(request.request_id)
         budget = make_budget(request, max_model_len=self._max_model_len())
-        if budget.tokens == 0:
-            return self._answer(request, EngineOutput((), (), FinishReason.LENGTH))
         for name in ("prompt_token_ids", "generated_token_ids"):
             try:
                 self._engine.check_tokens(getattr(request, name))
             except InvalidTokens as error:
                 raise InvalidField(f"{name}.{error.position}", str(error)) from error
+        if budget.tokens == 0:
+            await self._params(replace(budget, tokens=1))  # wrong ones are told here too
+            return self._answer(request, EngineOutput((), (), FinishReason.LENGTH))
         if self._is_refused(request):  # without fetching anything for it
             return self._answer_of(request, Refused(self._gate.generation))
-        prepared = await self._prepare(request)
+        self._preparing[request.request_id] = request
+        try:
+            prepared = await self._prepare(request)
+            is_cut = request.request_id in self._cut_early
+        finally:
+            del self._preparing[request.request_id]
+            self._cut_early.discard(request.request_id)
+        if is_cut:
+            return self._answer_of(request, self._cancelled())
         if prepared is not None and prepared.prompt is not None:
             budget = make_budget(
                 request,
@@ -194,6 +207,9 @@ class Generation:
             del self._requests[request.request_id]
         return self._answer_of(request, outcome)
 
+    def _cancelled(self) -> Refused:
+        return Refused(self._gate.generation, CancelReason.CANCELLED)
+
     def _is_refused(self, request: GenerateRequest) -> bool:
         returns = request.on_pause is OnPause.RETURN
         return returns and request.multi_modal_data is not None and not self._gate.is_open
@@ -222,6 +238,9 @@ class Generation:
         """Cut one request and return its partial, as its own caller gets it; None if it is not
         alive.
         """
+        if (request := self._preparing.get(request_id)) is not None:
+            self._cut_early.add(request_id)
+            return self._answer_of(request, self._cancelled())
         request = self._requests.get(request_id)
         if request is None:
             return None

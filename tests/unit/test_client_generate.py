@@ -318,6 +318,17 @@ async def test_a_grammar_begins_anew():
     assert rollout.attempts == 2
 
 
+@pytest.mark.parametrize("how", ["lost", "error"])
+async def test_a_grammar_on_a_broken_replica_is_given_up(how):
+    pods = one(*[Act(how=how, tokens=2)] * 50)
+    params = {"max_tokens": 20, "structured_outputs": {"regex": "a*"}}
+    policy = Policy(failures=3, engine_failures=3)
+    async with RolloutClient(pods.urls, transport=pods, policy=policy) as api:
+        with pytest.raises(RolloutError):
+            await api.generate(PROMPT, params)
+    assert len(pods.asked) <= 4
+
+
 async def test_every_attempt_asks_for_the_same():
     pods = one(Act(tokens=4, reason="paused"))
     data = {"image": ["https://host/image.png"]}

@@ -137,14 +137,34 @@ async def test_what_is_being_fetched_delays_no_pause(data: httpx.AsyncClient, po
     assert len((await waits).json()["token_ids"]) == 3
 
 
-async def test_two_of_one_id_while_both_are_fetched(data: httpx.AsyncClient, pod: Pod) -> None:
+async def test_two_of_one_id_while_one_is_fetched(data: httpx.AsyncClient, pod: Pod) -> None:
     pod.engine.media_gate = asyncio.Event()
-    both = [asyncio.create_task(data.post(URL, json=IMAGE)) for _ in range(2)]
-    await fetching(pod, 2)
+    first = asyncio.create_task(data.post(URL, json=IMAGE))
+    await fetching(pod, 1)
+    assert (await data.post(URL, json=IMAGE)).status_code == 409
     pod.engine.media_gate.set()
-    codes = sorted([(await each).status_code for each in both])
-    assert codes == [200, 409]
+    assert (await first).status_code == 200
     assert len(pod.engine.requests) == 1
+
+
+async def test_what_is_being_fetched_can_be_cut(data: httpx.AsyncClient, pod: Pod) -> None:
+    pod.engine.media_gate = asyncio.Event()
+    asked = asyncio.create_task(data.post(URL, json=IMAGE))
+    await fetching(pod, 1)
+    cut = await data.delete(f"/v1/rollout/requests/{IMAGE['request_id']}")
+    assert (cut.status_code, cut.json()["cancel_reason"]) == (200, "cancelled")
+    pod.engine.media_gate.set()
+    assert (await asked).json() == cut.json()
+    assert not pod.engine.requests
+    assert (await data.post(URL, json=IMAGE)).json()["cancel_reason"] is None, "the next one runs"
+
+
+async def test_a_spent_budget_forgives_no_wrong_name(data: httpx.AsyncClient) -> None:
+    spent = BODY | {"generated_token_ids": [1] * 9}
+    wrong = spent | {"sampling_params": {"max_tokens": 3, "bogus": 1}}
+    assert (await data.post(URL, json=wrong)).status_code == 422
+    right = spent | {"sampling_params": {"max_tokens": 3}}
+    assert (await data.post(URL, json=right)).json()["finish_reason"] == "length"
 
 
 async def test_what_comes_besides_tokens(data: httpx.AsyncClient) -> None:

@@ -126,6 +126,30 @@ async def test_an_engine_that_dies_ends_the_stream_with_an_error(
     assert tokens_of(found), "what came before is kept"
 
 
+async def test_a_parked_reader_that_goes_leaves_nothing_behind(pod: Pod) -> None:
+    pod.want(ref("step-1", step=1), paused=True)
+    await pod.until(lambda s: s.phase == "Paused")
+    request = GenerateRequest.model_validate(LONG | {"on_pause": "wait", "stream": True})
+    left = asyncio.Event()
+
+    def generate(stream: Stream):
+        return pod.generation.generate(
+            request, gone=stream.gone, on_admit=stream.on_admit, on_delta=stream.on_delta
+        )
+
+    responding = asyncio.create_task(streaming.Streams().respond(generate, left.wait))
+    async with asyncio.timeout(5):
+        while not pod.supervisor.gate.parked:
+            await asyncio.sleep(0)
+        left.set()
+        while pod.supervisor.gate.parked:
+            await asyncio.sleep(0)
+    await asyncio.gather(responding, return_exceptions=True)
+    pod.want(ref("step-1", step=1))
+    await pod.serving("step-1")
+    assert pod.engine.running == pod.supervisor.gate.unfinished == 0
+
+
 async def test_a_reader_that_goes_leaves_nothing_behind(pod: Pod) -> None:
     stream = Stream()
     request = GenerateRequest.model_validate(LONG)
@@ -148,9 +172,11 @@ async def test_one_request_is_cancelled_and_both_callers_have_the_partial(
     data: httpx.AsyncClient, pod: Pod
 ) -> None:
     other = asyncio.create_task(data.post("/v1/rollout/generate", json=LONG | {"request_id": "o"}))
-    task = asyncio.create_task(data.post("/v1/rollout/generate", json=LONG))
+    task = asyncio.create_task(
+        data.post("/v1/rollout/generate", json=LONG | {"request_id": "group/3"})
+    )
     await running(pod, 2)
-    cancelled = await data.delete("/v1/rollout/requests/r")
+    cancelled = await data.delete("/v1/rollout/requests/group/3")
     assert cancelled.status_code == 200
     mine = (await task).json()
     assert cancelled.json() == mine

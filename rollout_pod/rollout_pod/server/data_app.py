@@ -60,19 +60,19 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
     streams = Streams()
     generation = Generation(supervisor.engine, supervisor.gate, max_model_len=max_model_len)
 
+    async def disconnected(request: Request) -> None:
+        with suppress(ClientDisconnect):
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
     async def run(
         body: GenerateRequest, request: Request, stream: Stream | None = None
     ) -> GenerateResponse:
-        async def disconnected() -> None:
-            with suppress(ClientDisconnect):
-                while (await request.receive())["type"] != "http.disconnect":
-                    pass
-
         headers = request.headers
         try:
             answer = await generation.generate(
                 body,
-                gone=stream.gone if stream else disconnected,
+                gone=stream.gone if stream else lambda: disconnected(request),
                 trace_headers={n: v for n in _TRACE_HEADERS if (v := headers.get(n)) is not None},
                 on_admit=stream.on_admit if stream else None,
                 on_delta=stream.on_delta if stream else None,
@@ -102,10 +102,12 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         ``end`` (or ``error``).
         """
         if body.stream:
-            return await streams.respond(lambda stream: run(body, request, stream))
+            return await streams.respond(
+                lambda stream: run(body, request, stream), lambda: disconnected(request)
+            )
         return _answered(await run(body, request))
 
-    @app.delete("/v1/rollout/requests/{request_id}", responses=problems(404, 422, 500, 503))
+    @app.delete("/v1/rollout/requests/{request_id:path}", responses=problems(404, 422, 500, 503))
     async def cancel(request_id: str) -> GenerateResponse:
         """Cut one request. Its own caller gets the same partial; 404 if it is not alive."""
         answer = await generation.cancel(request_id)

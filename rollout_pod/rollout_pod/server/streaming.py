@@ -5,7 +5,7 @@ is aborted in the engine, and it has what it received.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -32,6 +32,7 @@ COALESCE_S: Final = 0.05
 of a rollout and its end never wait."""
 
 Generate = Callable[["Stream"], Awaitable[GenerateResponse]]
+Gone = Callable[[], Coroutine[None, None, None]]
 
 
 @dataclass
@@ -66,19 +67,25 @@ class Stream:
             for weights, group in groupby(waiting, key=lambda pair: pair[1])
         ]
 
-    async def begin(self, task: asyncio.Task[GenerateResponse]) -> None:
+    async def begin(self, task: asyncio.Task[GenerateResponse], gone: Gone | None = None) -> None:
         """Wait until it passed the gate or ended; raises if it failed before, so that the reader
-        gets a plain HTTP error.
+        gets a plain HTTP error. A reader that ``gone`` tells of meanwhile is waited for no more.
         """
         admitted = asyncio.create_task(self._admitted.wait())
+        leaving = asyncio.create_task(gone()) if gone else None
+        waits = {task, admitted, leaving} if leaving else {task, admitted}
         try:
-            await asyncio.wait({task, admitted}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if leaving and leaving.done():
+                self.cut.set()
         except asyncio.CancelledError:
             self.cut.set()
             raise
         finally:
-            admitted.cancel()
-            await asyncio.gather(admitted, return_exceptions=True)
+            # done before the events begin: those watch the reader themselves
+            for watcher in filter(None, (admitted, leaving)):
+                watcher.cancel()
+                await asyncio.gather(watcher, return_exceptions=True)
         if task.done() and not self._admitted.is_set():
             task.result()
 
@@ -138,13 +145,15 @@ class Streams:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[GenerateResponse]] = set()
 
-    async def respond(self, generate: Generate) -> EventSourceResponse:
-        """Begin a rollout and answer with its events."""
+    async def respond(self, generate: Generate, gone: Gone) -> EventSourceResponse:
+        """Begin a rollout and answer with its events. ``gone`` returns when the reader has left;
+        it is asked until there is something to send.
+        """
         stream = Stream()
         task = asyncio.ensure_future(generate(stream))
         self._tasks.add(task)
         task.add_done_callback(self._end)
-        await stream.begin(task)
+        await stream.begin(task, gone)
         return EventSourceResponse(
             stream.events(task), ping=HEARTBEAT_S, send_timeout=SEND_TIMEOUT_S
         )
