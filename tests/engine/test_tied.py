@@ -2,6 +2,10 @@
 
 import pytest
 
+from tests.support.engine_checks import (
+    cut_three_times_equals_uncut,
+    log_probs_are_of_what_was_sampled,
+)
 from tests.support.engine_kit import (
     checkpoint,
     replay_is_the_reference,
@@ -56,3 +60,13 @@ async def test_a_vanished_sender_is_repaired_by_a_complete_resend(engine, stop_a
     assert await serves(engine, B)
     assert (await update(engine, tensors_of(A), version="back")).ok
     assert await serves(engine, A)
+
+
+async def test_cut_three_times_and_continued_equals_uncut(engine):
+    assert (await update(engine, tensors_of(A), version="whole", flush=True)).ok
+    await cut_three_times_equals_uncut(engine)
+
+
+async def test_log_probs_are_those_of_the_distribution_that_was_sampled(engine):
+    assert (await update(engine, tensors_of(A), version="whole", flush=True)).ok
+    await log_probs_are_of_what_was_sampled(engine, A)
