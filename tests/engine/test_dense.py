@@ -241,6 +241,22 @@ async def test_a_prompt_that_cannot_be_served_is_refused_with_a_reason(engine, p
     assert (await run(engine, [5], 4)).finish_reason == "length"
 
 
+async def test_a_salt_separates_caches_and_a_session_changes_no_token(engine):
+    await load(engine)
+    (prompt,) = prompts(1, length=400, seed=11)
+
+    async def ask(**more):
+        params = engine.sampling_params(GREEDY, max_tokens=4)
+        name = uuid.uuid4().hex
+        return await engine.generate(EngineRequest(name, prompt, params, **more))
+
+    plain = [await ask(), await ask(session_id="turns")]
+    salted = [await ask(cache_salt="mine"), await ask(cache_salt="mine")]
+    assert plain[1].num_cached_tokens >= 256
+    assert [each.num_cached_tokens >= 256 for each in salted] == [False, True]
+    assert len({each.token_ids for each in (*plain, *salted)}) == 1
+
+
 async def test_a_priority_that_the_scheduler_does_not_know_is_no_harm(engine):
     params = engine.sampling_params(GREEDY, max_tokens=4)
     request = EngineRequest(

@@ -197,3 +197,54 @@ async def test_a_parked_request_is_cancelled(data: httpx.AsyncClient, pod: Pod) 
     assert cancelled.json() == (await task).json()
     assert cancelled.json()["cancel_reason"] == "cancelled"
     assert pod.supervisor.gate.parked == 0
+
+
+async def call(pod: Pod, send) -> None:
+    """The app itself, with a socket that the test plays."""
+    asked = [{"type": "http.request", "body": json.dumps(LONG | {"stream": True}).encode()}]
+
+    async def receive():
+        return asked.pop() if asked else await asyncio.Event().wait()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "path": "/v1/rollout/generate", "raw_path": b"/v1/rollout/generate", "query_string": b"",
+        "root_path": "", "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    await make_data_app(pod.supervisor)(scope, receive, send)
+
+
+async def test_a_reader_that_takes_nothing_is_cut(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "SEND_TIMEOUT_S", 0.1)
+    sent = []
+
+    async def send(message) -> None:
+        sent.append(message)
+        if len(sent) > 2:  # its buffers are full
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        await call(pod, send)
+        while pod.supervisor.gate.unfinished:
+            await asyncio.sleep(0.01)
+    assert sent[0]["type"] == "http.response.start"
+    assert b"event: delta" in sent[1]["body"], "it has what it took"
+    assert pod.engine.running == 0
+
+
+async def test_heartbeats_while_no_token_comes(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "HEARTBEAT_S", 0.02)
+    pod.engine.step_s = 60.0
+    beats = asyncio.Event()
+
+    async def send(message) -> None:
+        if b": ping" in message.get("body", b""):
+            beats.set()
+
+    calling = asyncio.create_task(call(pod, send))
+    async with asyncio.timeout(10):
+        await beats.wait()
+    calling.cancel()
+    await asyncio.gather(calling, return_exceptions=True)

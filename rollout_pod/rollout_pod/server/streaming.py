@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
 
+import structlog
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+from starlette.types import Receive, Scope, Send
 
 from rollout_pod.engine.base import EngineDelta
 from rollout_pod.gate import Admission
@@ -24,6 +27,8 @@ from rollout_pod.protocol import (
     WeightsRef,
 )
 from rollout_pod.server.problems import problem_of
+
+log = structlog.get_logger(__name__)
 
 HEARTBEAT_S: Final = 10
 SEND_TIMEOUT_S: Final = 30.0
@@ -139,6 +144,15 @@ def _last(task: asyncio.Task[GenerateResponse], count: int) -> ServerSentEvent:
     return ServerSentEvent(GenerateEnd(**fields, num_tokens=count).model_dump_json(), event="end")
 
 
+class _Events(EventSourceResponse):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A reader that takes nothing is no fault of the pod: the connection is closed."""
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            log.warning("cut a reader whose socket took nothing", seconds=SEND_TIMEOUT_S)
+
+
 class Streams:
     """Owns the rollouts that are being streamed: each ends by itself or is cut, none is lost."""
 
@@ -154,9 +168,7 @@ class Streams:
         self._tasks.add(task)
         task.add_done_callback(self._end)
         await stream.begin(task, gone)
-        return EventSourceResponse(
-            stream.events(task), ping=HEARTBEAT_S, send_timeout=SEND_TIMEOUT_S
-        )
+        return _Events(stream.events(task), ping=HEARTBEAT_S, send_timeout=SEND_TIMEOUT_S)
 
     def _end(self, task: asyncio.Task[GenerateResponse]) -> None:
         self._tasks.discard(task)
