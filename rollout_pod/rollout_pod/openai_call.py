@@ -79,7 +79,7 @@ class GatedCall:
             self._patience_s -= time.monotonic() - came
 
         outcome = await self._gate.generate(
-            f"openai-{next(_serial)}",
+            f"openai {next(_serial)}",  # the blank keeps it apart from a rollout's id
             make,
             on_pause=OnPause.RETURN if self._returns_partials else OnPause.WAIT,
             timeout_s=max(0.0, self._patience_s),

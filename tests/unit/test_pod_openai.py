@@ -184,6 +184,16 @@ async def test_stream_cut_by_an_update(pod: Pod, data: httpx.AsyncClient) -> Non
     check(tokens, last["weight_versions"])
 
 
+async def test_no_rollout_can_have_its_id(pod: Pod, data: httpx.AsyncClient) -> None:
+    asking = asyncio.create_task(data.post(PATH, json={}))
+    await running(pod)
+    taken = pod.engine.requests[-1].engine_id.partition("#")[0]
+    body = {"request_id": taken, "prompt_token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    refused = await data.post("/v1/rollout/generate", json=body)
+    assert [error.field for error in problem(refused, 422).errors] == ["request_id"]
+    assert (await asking).status_code == 200
+
+
 async def test_partials_by_opt_in(pod: Pod, data: httpx.AsyncClient) -> None:
     headers = {"X-Rollout-On-Pause": "return"}
     asking = asyncio.create_task(data.post(PATH, json={}, headers=headers))
