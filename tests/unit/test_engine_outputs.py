@@ -187,17 +187,21 @@ def test_routed_experts():
     assert Transcript().add(made).token_ids == (0,)
 
 
-def test_what_the_pod_stops_at():
+@pytest.mark.parametrize("finished", [False, True])  # by its length, at the same moment
+def test_what_the_pod_stops_at(finished):
     class Stops:
         def take(self, token_ids, *, is_stop):
             return (1, "end") if 5 in token_ids else (len(token_ids), None)
 
     transcript = Transcript(top=1, stops=Stops())
     assert transcript.add(output([-1.0], first=4, finished=False)).token_ids == (4,)
-    assert transcript.add(output([-1.0, -1.0], first=5, finished=False)).token_ids == (5,)
+    last = transcript.add(output([-1.0, -1.0], first=5, finished=finished))
+    assert last.token_ids == (5,)
+    assert (last.finish_reason, last.stop_reason) == ("stop", "end")
     assert transcript.ends_early
     assert not transcript.is_cut
-    assert transcript.add(output([-1.0], first=7, reason="abort")).token_ids == ()
+    if not finished:
+        assert transcript.add(output([-1.0], first=7, reason="abort")).token_ids == ()
     made = transcript.output()
     assert (made.token_ids, len(made.top_log_probs)) == ((4, 5), 2)
     assert (made.finish_reason, made.stop_reason) == ("stop", "end")

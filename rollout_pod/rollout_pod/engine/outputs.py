@@ -77,6 +77,8 @@ class Transcript:
             if self._stopped_by is not None:
                 delta, self.is_cut = _first_of(delta, kept), False
         self._deltas.append(delta)
+        if self._stopped_by is not None:
+            return replace(delta, finish_reason="stop", stop_reason=self._stopped_by)
         choice = output.outputs[0]
         if output.finished and not self.is_cut and choice.finish_reason in _BY_ITSELF:
             return replace(
