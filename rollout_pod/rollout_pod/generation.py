@@ -82,7 +82,7 @@ def make_budget(
         # the engine takes earlier output for prompt and would count from zero again
         params["min_tokens"] = max(0, min(min_tokens - generated, tokens))
     seed = params.get("seed")
-    if isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < _SEEDS:
+    if generated and _is_seed(seed):
         # else the same dice are thrown again
         params["seed"] = (seed + generated) % _SEEDS
     if generated and params.get("structured_outputs") is not None:
@@ -92,6 +92,13 @@ def make_budget(
             "and begin a rollout that was cut anew",
         )
     return Budget(max(0, tokens), params)
+
+
+def _is_seed(value: Any) -> bool:
+    """Of those that vLLM takes; with -1 it throws other dice each time."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return value != -1 and -_SEEDS <= value < _SEEDS
 
 
 def tops_of(

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_pod.protocol import Problem
+from rollout_pod.generation import make_budget
+from rollout_pod.protocol import GenerateRequest, Problem
 from rollout_pod.server.data_app import make_data_app
 from tests.support.fakes import fake_tokens
 from tests.support.pods import Pod, running_pod
@@ -91,6 +92,29 @@ async def test_it_is_handed_over_as_it_was_prepared(data: httpx.AsyncClient, pod
     assert request.prepared is not None
     assert (request.prepared.prompt, request.prepared.lora) == (EXPANDED, "known")
     assert pod.engine.calls[-1] == "prepare 2 known {'image': ['data:,']} False"
+
+
+@pytest.mark.parametrize(
+    ("seed", "shifted"),
+    [
+        (0, 2),
+        (2**63 - 1, 1),
+        (-5, 2**63 - 3),
+        (-(2**63), 2),
+        # random each time, and what the engine refuses
+        (-1, -1),
+        (2**63, 2**63),
+        (-(2**63) - 1, -(2**63) - 1),
+        (True, True),
+        (None, None),
+        ("7", "7"),
+    ],
+)
+def test_what_goes_on_throws_other_dice(seed: Any, shifted: Any) -> None:
+    request = GenerateRequest.model_validate(BODY | {"sampling_params": {"seed": seed}})
+    assert make_budget(request, max_model_len=99).params["seed"] == seed
+    request = request.model_copy(update={"generated_token_ids": [2, 3]})
+    assert make_budget(request, max_model_len=99).params["seed"] == shifted
 
 
 async def test_plain_requests_are_not_prepared(data: httpx.AsyncClient, pod: Pod) -> None:
