@@ -149,6 +149,13 @@ def test_budgets_over_all_attempts(tokenizer: Any) -> None:
     assert choice.finish_reason == "length"  # cut when nothing was left to do
 
 
+def test_no_token_is_withheld(tokenizer: Any) -> None:
+    params = params_of()
+    params.stream_interval = 1000
+    choice = Choice(params=params, prompt={"prompt_token_ids": PROMPT}, tokenizer=tokenizer)
+    assert getattr(choice.attempt()[1], "stream_interval", None) is None
+
+
 def test_a_grammar_starts_anew_and_is_answered_whole(tokenizer: Any) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 

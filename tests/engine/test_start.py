@@ -53,6 +53,7 @@ async def test_a_folder_that_is_no_model(tmp_path):
         (["--tensor-parallel-size=two"], "--tensor-parallel-size"),
         (["--worker-extension-cls=a.B"], "--worker-extension-cls cannot be set"),
         (["--model=other"], "--model cannot be set"),
+        (["--stream-interval=2"], "--stream-interval must be 1"),
         (["--enable-sleep-mode"], "Sleep mode is not supported"),
         (["--max-model-len=99999"], "max_model_len (99999) is greater"),
     ],

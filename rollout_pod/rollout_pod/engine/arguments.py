@@ -143,6 +143,11 @@ def _refuse_ours(namespace: Any, settings: EngineSettings) -> None:
         if getattr(namespace, name) != ours:
             option = "--" + name.replace("_", "-")
             raise EngineStartError(f"engineArgs: {option} cannot be set; {why}")
+    if getattr(namespace, "stream_interval", 1) > 1:  # versions are noted as tokens come
+        raise EngineStartError(
+            "engineArgs: --stream-interval must be 1; leave it out, the pod itself puts together "
+            "what a stream's reader is too slow for"
+        )
 
 
 def _refuse_servers(parser: Any, namespace: Any, names: Iterable[str]) -> None:

@@ -60,7 +60,7 @@ REFUSED: Mapping[str, str] = {
     "prompt_logprob_token_ids": "use prompt_logprobs",
     "skip_clone": "set by the pod",
     "skip_reading_prefix_cache": "vLLM sets it; use cache_salt for a cache of one's own",
-    "stream_interval": "tokens are streamed as they come; --stream-interval sets it for all",
+    "stream_interval": "tokens are streamed as they come",
     "trace_decode_token_ids": "it replaces sampling, for debugging",
     "watermarking": "it changes the distribution that is sampled; the engine's arguments set it",
 }

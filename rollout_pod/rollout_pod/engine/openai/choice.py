@@ -83,6 +83,9 @@ class Choice:
         done = self.num_tokens
         params = self.params.clone()
         params.output_kind = RequestOutputKind.DELTA
+        if hasattr(params, "stream_interval"):
+            # the gate labels tokens when they come: none may be withheld (0.26 has none)
+            params.stream_interval = None
         params.n = 1
         params.detokenize, params.stop, params.flat_logprobs = False, [], False
         params.max_tokens = self.params.max_tokens - done
