@@ -8,7 +8,7 @@ import asyncio
 import base64
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from rollout_pod.engine.base import (
     Engine,
@@ -94,7 +94,7 @@ def make_budget(
     return Budget(max(0, tokens), params)
 
 
-def _is_seed(value: Any) -> bool:
+def _is_seed(value: Any) -> TypeGuard[int]:
     """Of those that vLLM takes; with -1 it throws other dice each time."""
     if isinstance(value, bool) or not isinstance(value, int):
         return False

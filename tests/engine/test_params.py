@@ -90,3 +90,27 @@ def test_a_budget_that_is_none():
     with pytest.raises(InvalidSamplingParams) as caught:
         build({}, max_tokens=0)
     assert caught.value.field == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"logprobs": 1, "logprob_token_ids": [5, 6]},
+        {"vllm_xargs": {"a": 1}},
+        {"watermarking": False},
+        {"repetition_detection": {"max_pattern_size": 10**6, "min_count": 2}},
+    ],
+)
+def test_an_openai_request_is_refused_the_same(raw):
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    field = list(raw)[-1]
+    if field not in CompletionRequest.model_fields:
+        assert field == "watermarking", "0.26 knows none"
+        return
+    asked = CompletionRequest(model="m", prompt=[1], max_tokens=4)
+    params.check(asked.to_sampling_params(4, {}), vocab_size=100, has_tokenizer=True)
+    asked = CompletionRequest(model="m", prompt=[1], max_tokens=4, **raw)
+    with pytest.raises(InvalidSamplingParams) as caught:
+        params.check(asked.to_sampling_params(4, {}), vocab_size=100, has_tokenizer=True)
+    assert caught.value.field == field

@@ -1,9 +1,13 @@
 """Names and values that never reach the engine; the rest is shown with the real class."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from rollout_pod.engine import params
+from rollout_pod.engine import grammars, params
 from rollout_pod.engine.base import InvalidSamplingParams
+from rollout_pod.engine.front_end import CALL
+from rollout_pod.engine.openai.client import GatedClient
 
 
 def refuse(raw, *, has_tokenizer=True):
@@ -90,3 +94,48 @@ def test_text_needs_a_tokenizer(name):
     error = refuse({name: ["x"]}, has_tokenizer=False)
     assert error.field == name
     assert "stop_token_ids" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("made", "field"),
+    [
+        ({"extra_args": {"a": 1}}, "vllm_xargs"),
+        ({"extra_args": {"kv_transfer_params": {}}}, "kv_transfer_params"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"prompt_logprob_start": 0}, "prompt_logprob_start"),
+        ({"prompt_logprob_token_ids": [[5]]}, "prompt_logprob_token_ids"),
+        ({"trace_decode_token_ids": [5]}, "trace_decode_token_ids"),
+        ({"watermarking": False}, "watermarking"),
+        (
+            {"repetition_detection": SimpleNamespace(max_pattern_size=10**6)},
+            "repetition_detection",
+        ),
+    ],
+)
+def test_what_vllms_own_server_lets_pass(made, field):
+    plain = dict.fromkeys(params.ALLOWED)
+    params.check(SimpleNamespace(**plain), vocab_size=100, has_tokenizer=True)
+    with pytest.raises(InvalidSamplingParams, match=field) as caught:
+        params.check(SimpleNamespace(**plain | made), vocab_size=100, has_tokenizer=True)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("chars", "seconds"), [(70_000, 9.0), (1, -1.0)])
+async def test_a_grammar_of_vllms_own_server(monkeypatch, chars, seconds):
+    verified, errors = [], []
+    monkeypatch.setattr(grammars, "MAX_S", seconds)
+    asked = SimpleNamespace(
+        n=1,
+        structured_outputs=SimpleNamespace(regex="a" * chars),
+        verify=lambda *_: verified.append(chars),
+    )
+    config = SimpleNamespace(
+        model_config=None, speculative_config=None, structured_outputs_config=None
+    )
+    llm = SimpleNamespace(vllm_config=config, renderer=SimpleNamespace(tokenizer=None))
+    CALL.set(SimpleNamespace(new_choices=lambda _: 0, failed=errors.append))
+    with pytest.raises(InvalidSamplingParams, match="of at most") as caught:
+        await anext(GatedClient(llm).generate({"prompt_token_ids": [1]}, asked, "r"))
+    assert caught.value.field == "structured_outputs"
+    assert errors == [caught.value]
+    assert verified == [1] * (chars == 1), "the size is checked before it is compiled"

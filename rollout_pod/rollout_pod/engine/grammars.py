@@ -38,18 +38,24 @@ def check(given: Any) -> None:
         raise _refused(f"{unknown[0]} is unknown; allowed are {', '.join((*KINDS, *OPTIONS))}")
     if sum(given.get(kind) is not None for kind in KINDS) != 1:
         raise _refused(f"must hold one of {', '.join(KINDS)}")
-    try:
-        size = len(json.dumps(given))
-    except (ValueError, RecursionError) as error:
-        raise _refused(str(error)) from error
-    if size > MAX_CHARS:
-        raise _refused(f"has {size} characters, of at most {MAX_CHARS}")
+    _check_size(given)
+
+
+def check_made(made: Any) -> None:
+    """Check the size of what vLLM's server made, of ``response_format`` or tools as well; None is
+    none.
+
+    Raises:
+        InvalidSamplingParams: says what is wrong.
+    """
+    if made is not None:
+        _check_size({name: getattr(made, name, None) for name in (*KINDS, *OPTIONS)})
 
 
 @contextmanager
-def timed(params: Any) -> Iterator[None]:
-    """While vLLM's class checks ``params``: refuses a grammar that another backend or too long a
-    time would be needed for.
+def timed(params: Any, *, any_backend: bool = False) -> Iterator[None]:
+    """While vLLM's class checks ``params``: refuses a grammar that too long a time or another
+    backend would be needed for (``any_backend``: vLLM's server picked it for its own tools).
 
     Raises:
         InvalidSamplingParams: says what is wrong.
@@ -60,13 +66,22 @@ def timed(params: Any) -> Iterator[None]:
     grammar = params.structured_outputs
     if grammar is None:
         return
-    if grammar._backend_was_auto and grammar._backend != "xgrammar":
+    if not any_backend and grammar._backend_was_auto and grammar._backend != "xgrammar":
         raise _refused(
             "xgrammar cannot compile it; another backend can be chosen for the whole engine by "
             "--structured-outputs-config"
         )
     if seconds > MAX_S:
         raise _refused(f"took {seconds:.1f} s to compile, of at most {MAX_S:g}; ask for less")
+
+
+def _check_size(given: dict[str, Any]) -> None:
+    try:
+        size = len(json.dumps(given))
+    except (ValueError, RecursionError) as error:
+        raise _refused(str(error)) from error
+    if size > MAX_CHARS:
+        raise _refused(f"has {size} characters, of at most {MAX_CHARS}")
 
 
 def _refused(why: str) -> InvalidSamplingParams:

@@ -68,6 +68,19 @@ REFUSED: Mapping[str, str] = {
 
 SET_HERE = frozenset(_SET_HERE)
 
+_REFUSED_AFTERWARDS: Mapping[str, str] = {
+    "extra_args": "vllm_xargs",
+    "logprob_token_ids": "logprob_token_ids",
+    "prompt_logprob_start": "prompt_logprob_start",
+    "prompt_logprob_token_ids": "prompt_logprob_token_ids",
+    "trace_decode_token_ids": "trace_decode_token_ids",
+    "watermarking": "watermarking",
+}
+"""Of ``REFUSED``, what vLLM's own server lets pass, by its clients' names; the rest is set by the
+pod or by vLLM."""
+_IN_EXTRA_ARGS = ("kv_transfer_params", "ec_transfer_params")
+"""Fields of their own for the clients of vLLM's server."""
+
 _V2_LIMITS = {"logit_bias": 1024, "allowed_token_ids": 1024, "stop_token_ids": 100}
 """vLLM's second model runner has rows of a fixed size, and dies of more."""
 _MAX_BAD_WORD_TOKENS = 1024
@@ -167,8 +180,14 @@ def check(
     """Check what vLLM's own server made of a request, as far as its class does not.
 
     Raises:
-        InvalidSamplingParams: names the field.
+        InvalidSamplingParams: names the field, as the server's client knows it.
     """
+    for attribute, name in _REFUSED_AFTERWARDS.items():
+        value = getattr(params, attribute, None)
+        if value is not None:
+            if attribute == "extra_args":
+                name = next((own for own in _IN_EXTRA_ARGS if own in value), name)
+            raise InvalidSamplingParams(name, f"{name}: not supported: {REFUSED[attribute]}")
     values = {name: getattr(params, name) for name in ALLOWED}
     given = {name: value for name, value in values.items() if value is not None}
     _check_values(given, vocab_size=vocab_size, has_tokenizer=has_tokenizer)
@@ -263,7 +282,10 @@ def _check_sizes(values: Mapping[str, Any], *, has_row_limits: bool) -> None:
                 name, f"{name} holds {len(values[name])} tokens, of at most {most}"
             )
     pattern = values.get("repetition_detection")
-    size = pattern.get("max_pattern_size") if isinstance(pattern, dict) else None
+    if isinstance(pattern, dict):
+        size = pattern.get("max_pattern_size")
+    else:  # vLLM's own class
+        size = getattr(pattern, "max_pattern_size", None)
     if isinstance(size, int) and size > _MAX_REPETITION_PATTERN:  # looked for at every token
         raise InvalidSamplingParams(
             "repetition_detection",

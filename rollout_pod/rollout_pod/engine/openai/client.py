@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from rollout_pod.engine import grammars
 from rollout_pod.engine.base import EngineError, EngineInternalError, EngineRequest
 from rollout_pod.engine.front_end import CALL, Call
 from rollout_pod.engine.openai.choice import Choice, Piece
@@ -75,6 +76,11 @@ class GatedClient:
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:
+        try:
+            await self._check_grammar(params)
+        except Exception as error:
+            call.failed(error)
+            raise
         from vllm.v1.engine.output_processor import RequestOutputCollector
 
         outbox = RequestOutputCollector(params.output_kind, request_id)
@@ -99,6 +105,24 @@ class GatedClient:
         finally:
             for sequence in sequences:
                 sequence.leave()
+
+    async def _check_grammar(self, params: Any) -> None:
+        """Before the gate, and not in the event loop: it may take long."""
+        if params.structured_outputs is None:
+            return
+        grammars.check_made(params.structured_outputs)
+        config = self._llm.vllm_config
+
+        def verify() -> None:
+            with grammars.timed(params, any_backend=True):
+                params.verify(
+                    config.model_config,
+                    config.speculative_config,
+                    config.structured_outputs_config,
+                    self._llm.renderer.tokenizer,
+                )
+
+        await asyncio.to_thread(verify)
 
 
 class _Answer:
