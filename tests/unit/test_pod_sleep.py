@@ -350,6 +350,22 @@ async def test_a_refusal_that_comes_late_poisons_nothing(tmp_path: Path) -> None
         assert (await pod.ask(PROMPT, 3)).weight_versions[0].version == "step-1"
 
 
+async def test_a_late_refusal_forgets_nothing_that_came_meanwhile(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        gate = pod.engine.resize_gate = asyncio.Event()
+        pod.engine.sleep_error = SleepUnsupported("not this one")
+        pod.want(sleep=LEVEL_1)
+        while "sleep 1" not in pod.engine.calls:
+            await asyncio.sleep(0)
+        pod.supervisor.begin_drain()
+        gate.set()
+        async with asyncio.timeout(5):
+            await asyncio.shield(pod.task)
+        assert pod.supervisor.board.state.drained and pod.state.phase == "Draining"
+
+
 async def test_on_cpu_it_says_that_nothing_was_released(tmp_path: Path) -> None:
     async with running_pod(tmp_path, engine=FakeEngine(on_cpu=True)) as pod:
         pod.want()

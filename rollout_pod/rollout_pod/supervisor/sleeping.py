@@ -41,7 +41,15 @@ class Sleeping:
         try:
             report = await self.engine.sleep(level)
         except SleepUnsupported as error:
-            self.board.set(replace(before, sleep_refusal=str(error)))
+            # only what was touched above: the rest may have changed meanwhile
+            self.board.change(
+                resizing=False,
+                caches_clear=before.caches_clear,
+                loaded=before.loaded,
+                transferred=before.transferred,
+                committed=before.committed,
+                sleep_refusal=str(error),
+            )
             return
         if drops:
             self.gate.unpublish()
