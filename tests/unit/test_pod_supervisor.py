@@ -675,6 +675,49 @@ async def test_drain_mode_lets_requests_end_by_a_deadline(
         assert (len(answer.token_ids) == 200) == (reason is None)
 
 
+@pytest.mark.parametrize("wish", ["the same", "paused", "sleep", "drain", "dead"])
+async def test_what_comes_while_the_engine_resumes_is_obeyed(tmp_path: Path, wish: str) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want(paused=True)
+        await pod.until(lambda s: s.phase == "Paused")
+        resume, opened = pod.engine.resume, pod.supervisor.gate.open
+        generations: list[int] = []
+
+        def note(weights: WeightsRef, generation: int) -> None:
+            generations.append(generation)
+            opened(weights, generation)
+
+        async def slow() -> None:
+            pod.engine.resume = resume
+            if wish == "drain":
+                pod.supervisor.begin_drain()
+            elif wish == "dead":
+                pod.supervisor._hung("its loop hangs")
+            else:
+                more = {"paused": {"paused": True}, "sleep": {"sleep": {"level": 1}}}
+                pod.want(**more.get(wish, {}))
+            await resume()
+
+        pod.supervisor.gate.open, pod.engine.resume = note, slow
+        pod.want()
+        if wish == "the same":
+            await pod.serving("base")
+            assert generations == [(await pod.ask(PROMPT, 2)).generation] == [3]
+            return
+        if wish in ("paused", "sleep"):
+            while "resume" not in pod.engine.calls[:-1]:  # and then something more
+                await asyncio.sleep(0)
+            phase = {"paused": "Paused", "sleep": "Sleeping"}[wish]
+            await pod.until(lambda s: s.phase == phase)
+            assert pod.engine.paused
+        else:
+            await asyncio.wait({pod.task}, timeout=5)
+            assert (
+                pod.task.done() and pod.state.phase == {"drain": "Draining", "dead": "Failed"}[wish]
+            )
+        assert generations == []
+
+
 SLEEPS = (None, {"level": 1}, {"level": 2}, {"level": 2, "tags": ["kv_cache"]})
 WISHES = st.lists(
     st.tuples(

@@ -28,7 +28,13 @@ from rollout_pod.protocol import (
 from rollout_pod.supervisor.board import Board
 from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.staging import Staging, update_news
-from rollout_pod.supervisor.state import BASE, EngineStatus, PodState, fallback_weights
+from rollout_pod.supervisor.state import (
+    BASE,
+    EngineStatus,
+    PodState,
+    fallback_weights,
+    wanted_sleep,
+)
 from rollout_pod.supervisor.store import Store, record_of
 from rollout_pod.weights.agent_client import TransferError
 
@@ -242,11 +248,23 @@ class Acts:
         self.board.set(state)
 
     async def open_gate(self) -> None:
-        """The engine first, then the gate: nobody is handed to an engine that does not run."""
-        state, desired = self.board.state, self.board.desired
-        if state.committed is None or state.poisoned or desired is None:
+        """The engine first, then the gate: nobody is handed to an engine that does not run.
+
+        Where it is not to open any more by then, the engine is left for the plan to bring to rest.
+        """
+        if self.board.state.committed is None or self.board.state.poisoned:
             raise RuntimeError("the gate opens only for a committed version")
         await self.engine.resume()
+        state, desired = self.board.state, self.board.desired  # those of now
+        if (
+            state.committed is None
+            or desired is None
+            or state.draining
+            or desired.paused
+            or wanted_sleep(desired, state)
+        ):
+            self.board.change(idle=False, kept=False)
+            return
         self.gate.open(state.committed, desired.generation)
         update = state.update
         if self._closed_at is not None and update and update.phase is UpdatePhase.COMMITTED:
