@@ -6,6 +6,7 @@ closed are answered at once, or parked until it opens.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -162,6 +163,8 @@ class Gate:
     _live: dict[str, _Live] = field(default_factory=dict)
     _parked: set[str] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _drain_began: float | None = None
+    """Of mode ``drain``, on the monotonic clock; it outlives the waits that were broken off."""
     _serial: int = 0
     _tally: _Tally = field(default_factory=_Tally)
 
@@ -240,6 +243,7 @@ class Gate:
         self.is_open = True
         self.changed_at = time.time()
         self.closed_for = None
+        self._drain_began = None
         self._wake()
 
     def close(self, reason: CancelReason) -> None:
@@ -276,13 +280,18 @@ class Gate:
         return self._finished(live)
 
     async def cancel(
-        self, *, timeout_s: float, mode: InterruptionMode = InterruptionMode.ABORT
-    ) -> CancelCounts:
+        self,
+        *,
+        timeout_s: float,
+        mode: InterruptionMode = InterruptionMode.ABORT,
+        woken: asyncio.Event | None = None,
+    ) -> CancelCounts | None:
         """Bring the engine to rest behind a closed gate.
 
         ``abort``: everything is cut; returns when every caller has its partial. ``drain``: so is
-        what has not ended by itself after ``timeout_s``. ``keep``: the engine only pauses; what
-        an update could not keep is cut.
+        what has not ended by itself ``timeout_s`` after the first of these calls behind this gate;
+        its wait is broken off when ``woken`` is set, and None is returned. ``keep``: the engine
+        only pauses; what an update could not keep is cut.
 
         Raises:
             CancelTimeout: the engine did not come to rest in time.
@@ -294,10 +303,14 @@ class Gate:
         if mode is InterruptionMode.KEEP:
             await self._keep(started + timeout_s)
         elif mode is InterruptionMode.DRAIN:
-            await self.wait_idle(timeout_s=timeout_s)
+            started = self._drain_began = self._drain_began or started
+            await self._wait_idle_or(woken, self.drain_left(timeout_s))
+            if self._live and woken and woken.is_set():
+                return None
             await self._abort_all(time.monotonic() + _ABORT_S)
         else:
             await self._abort_all(started + timeout_s)
+        self._drain_began = None
         return CancelCounts(
             aborted=self._tally.aborted,
             finished=self._tally.finished,
@@ -340,6 +353,12 @@ class Gate:
         except TimeoutError:
             raise CancelTimeout(f"the engine did not pause within {within:.3g} s") from None
 
+    def drain_left(self, timeout_s: float) -> float:
+        """Seconds left of a drain that may take ``timeout_s``; infinite while there is none."""
+        if self._drain_began is None:
+            return math.inf
+        return max(0.0, self._drain_began + timeout_s - time.monotonic())
+
     async def wait_idle(self, *, timeout_s: float) -> bool:
         """Wait until nothing is in flight; False when the time is over before."""
         deadline = time.monotonic() + timeout_s
@@ -351,6 +370,20 @@ class Gate:
             await asyncio.wait(tasks, timeout=remaining)
             await asyncio.sleep(0)  # the callers of finished tasks leave the registry in this turn
         return True
+
+    async def _wait_idle_or(self, woken: asyncio.Event | None, timeout_s: float) -> None:
+        """Wait until nothing is in flight, ``woken`` is set or the time is over."""
+        waits: list[asyncio.Task[bool]] = [
+            asyncio.create_task(self.wait_idle(timeout_s=timeout_s), name="drain")
+        ]
+        if woken:
+            waits.append(asyncio.create_task(woken.wait(), name="drain woken"))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:  # neither ends a generation
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     def _is_passable(self) -> bool:
         if self.is_draining:

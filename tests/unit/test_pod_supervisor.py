@@ -675,6 +675,71 @@ async def test_drain_mode_lets_requests_end_by_a_deadline(
         assert (len(answer.token_ids) == 200) == (reason is None)
 
 
+DRAINS = {"interruption": {"mode": "drain", "timeout_s": 3600.0}}
+INTERRUPTIONS = {
+    "paused": {"paused": True},
+    "updating": {"weights": ref("step-1")},
+    "sleeping": {"sleep": {"level": 1}},
+}
+
+
+async def start_drain(pod: Pod, reason: str) -> asyncio.Task:
+    """A rollout without an end, and a pause, update or sleep that waits for it."""
+    pod.engine.step_s = 0.005
+    pod.want(**DRAINS)
+    await pod.serving("base")
+    task = asyncio.create_task(pod.ask(PROMPT, LONG))
+    while not pod.engine.running:
+        await asyncio.sleep(0)
+    pod.want(**INTERRUPTIONS[reason], **DRAINS)
+    await pod.until(lambda s: s.gate == "closed")
+    await asyncio.sleep(0.02)  # into the wait
+    return task
+
+
+@pytest.mark.parametrize("reason", INTERRUPTIONS)
+async def test_a_drain_ends_early_for_who_resumes_aborts_or_stops(
+    tmp_path: Path, reason: str
+) -> None:
+    async with running_pod(tmp_path, drain_timeout_s=0.05) as pod:
+        task = await start_drain(pod, reason)
+        pod.want(**DRAINS)
+        await pod.serving("base")
+        assert not task.done() and pod.engine.running == 1, "a resume cut it"
+        pod.want(paused=True)
+        assert (await task).cancel_reason == "paused"
+        task = await start_drain(pod, reason)
+        pod.want(**INTERRUPTIONS[reason])  # the mode is abort
+        assert (await task).cancel_reason == reason
+        pod.want()
+        await pod.serving("base")
+        task = await start_drain(pod, reason)
+        pod.supervisor.begin_drain()
+        async with asyncio.timeout(5):
+            await asyncio.shield(pod.task)
+        assert (await task).cancel_reason == "draining"
+        assert len((await task).token_ids) < LONG
+
+
+async def test_a_drain_keeps_its_deadline_whatever_comes(tmp_path: Path) -> None:
+    async with running_pod(tmp_path) as pod:
+        task = await start_drain(pod, "paused")
+        while not task.done():  # each of them wakes it before its time is over
+            pod.want(paused=True, interruption={"mode": "drain", "timeout_s": 0.3})
+            await asyncio.sleep(0.01)
+        assert (await task).cancel_reason == "paused"
+        await pod.until(lambda s: s.phase == "Paused")
+
+
+async def test_the_end_of_a_pod_prolongs_no_drain(tmp_path: Path) -> None:
+    async with running_pod(tmp_path, drain_timeout_s=3600.0) as pod:
+        task = await start_drain(pod, "paused")
+        pod.want(paused=True, interruption={"mode": "drain", "timeout_s": 0.2})
+        pod.supervisor.begin_drain()
+        assert (await task).cancel_reason == "draining"
+        assert len((await task).token_ids) < LONG
+
+
 @pytest.mark.parametrize("wish", ["the same", "paused", "sleep", "drain", "dead"])
 async def test_what_comes_while_the_engine_resumes_is_obeyed(tmp_path: Path, wish: str) -> None:
     async with running_pod(tmp_path) as pod:

@@ -60,6 +60,8 @@ class Acts:
     store: Store
     metrics: PodMetrics
     staging: Staging
+    wake: asyncio.Event
+    """Set when there is reason to plan again."""
     _closed_at: float | None = None
     """When an update closed the gate; None where it was closed for another reason."""
 
@@ -92,13 +94,18 @@ class Acts:
         log.info("gate closed", reason=reason)
 
     async def cancel(self, mode: InterruptionMode = InterruptionMode.ABORT) -> None:
-        """Bring the engine to rest. One that does not let go in time counts as dead."""
+        """Bring the engine to rest. One that does not let go in time counts as dead.
+
+        A drain is waited for until there is reason to plan again: nothing is done then.
+        """
         desired = self.board.desired
         timeout_s = desired.interruption.timeout_s if desired else 60.0
         try:
-            counts = await self.gate.cancel(timeout_s=timeout_s, mode=mode)
+            counts = await self.gate.cancel(timeout_s=timeout_s, mode=mode, woken=self.wake)
         except CancelTimeout as error:
             self.fail_engine(str(error))
+            return
+        if counts is None:
             return
         self.metrics.cancelled(counts)
         log.info("cancelled", aborted=counts.aborted, tokens_returned=counts.tokens_returned,
@@ -278,15 +285,22 @@ class Acts:
     # -- ends
 
     async def drain(self, *, timeout_s: float) -> None:
-        """Refuse what is new, wait for what is in flight, then cut it."""
+        """Refuse what is new, wait for what is in flight, then cut it.
+
+        A drain of an interruption that goes on already is not prolonged.
+        """
         self.gate.drain()
         await self.staging.give_up()
+        if self.board.desired:
+            left_s = self.gate.drain_left(self.board.desired.interruption.timeout_s)
+            timeout_s = min(timeout_s, left_s)
         rests = self.board.state.idle  # then nothing in it goes on by itself
         if not await self.gate.wait_idle(timeout_s=0.0 if rests else timeout_s):
             self.gate.close(CancelReason.DRAINING)
             self.board.change(gate_open=False, closed_for=CancelReason.DRAINING)
             try:
-                self.metrics.cancelled(await self.gate.cancel(timeout_s=_DRAIN_CUT_S))
+                if counts := await self.gate.cancel(timeout_s=_DRAIN_CUT_S):
+                    self.metrics.cancelled(counts)
             except CancelTimeout as error:
                 self.fail_engine(str(error))
         self.gate.close(CancelReason.DRAINING)

@@ -67,8 +67,9 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._staging = Staging(self.board, self.engine, self.agent, self._wake.set)
         self._acts = Acts(
-            self.board, self.engine, self.gate, self.agent, self.store, self.metrics, self._staging
-        )
+            self.board, self.engine, self.gate, self.agent, self.store, self.metrics,
+            self._staging, self._wake,
+        )  # fmt: skip
         self._sleeping = Sleeping(self.board, self.engine, self.gate)
         self._caches = CacheClearing(self.board, self.engine)
         self.metrics.watch(
