@@ -132,7 +132,10 @@ class AttackedProcess:
 
     async def _put(self, put: PutDocument) -> None:
         path = put.path if put.path and "/moved" not in put.path else None
-        put = replace(put, path=path or str(self._versions / put.version), fallback="base")
+        # asleep at level 2 it has no version, and its callers get errors by rule
+        more = {"sleep": put.more["sleep"] | {"level": 1}} if "sleep" in put.more else {}
+        path = path or str(self._versions / put.version)
+        put = replace(put, path=path, fallback="base", more=more)
         document = put.document(self._document["generation"] + 1).model_dump(mode="json")
         self._was_keep = self._document["interruption"]["mode"] == "keep"
         self._document = document | {"owner": LOCAL_OWNER, "bucket_bytes": 65536}

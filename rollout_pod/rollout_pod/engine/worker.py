@@ -100,9 +100,15 @@ class RolloutWorker:
         ``repair`` is False only in the tests that show what the repairs are for.
         """
         cpu_repairs.enabled = repair
-        report = self._rollout_receiver.load(
-            session, self._rollout_loader, version=version, flush=flush, timeout_s=timeout_s
-        )
+        loader = self._rollout_loader
+        replays = loader.enabled
+        loader.enabled = replays and repair  # what is copied without the repairs is no whole load
+        try:
+            report = self._rollout_receiver.load(
+                session, loader, version=version, flush=flush, timeout_s=timeout_s
+            )
+        finally:
+            loader.enabled = replays
         # Adapters were merged for the old weights; older model runners have no such state.
         reset = getattr(self.model_runner, "reset_lora_state", None)
         if report.ok and reset is not None:
