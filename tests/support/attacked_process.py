@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from benchmarks.soak_load import Load
 from rollout_pod.protocol import LOCAL_OWNER
@@ -30,6 +31,8 @@ from tests.support.process import ServeProcess
 
 LET_S = 0.3
 SETTLE_S = 90.0
+
+NOT_READY = "no weight version is committed yet"
 
 
 class AttackedProcess:
@@ -65,7 +68,9 @@ class AttackedProcess:
                 await self._put(put)
             case AgentFault("loses its sessions"):
                 self.faults += 1
-                with suppress(AssertionError):  # it was killed just now, and is not back yet
+                with suppress(
+                    AssertionError, psutil.Error
+                ):  # it was killed just now, and is not back yet
                     self._process.child("rollout_pod", "weights").kill()
             case AgentFault():
                 self.faults += 1
@@ -112,6 +117,8 @@ class AttackedProcess:
             while (await self._state())["unfinished"]:
                 await asyncio.sleep(0.05)
         wrong = [e for e in ends if e and not isinstance(e, asyncio.CancelledError)]
+        if self.faults:  # an agent that dies in a transfer leaves nothing to serve until the next
+            wrong = [e for e in wrong if NOT_READY not in str(e)]
         assert not wrong, wrong
         self._callers.clear()
 

@@ -31,6 +31,14 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def command_of(process: psutil.Process) -> str:
+    """Empty where it has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 @dataclass
 class ServeProcess:
     """One pod; ``start`` may be called again after ``kill``, as a container restarts."""
@@ -167,7 +175,7 @@ class ServeProcess:
         found = [
             p
             for p in psutil.Process(self.process.pid).children(recursive=True)
-            if all(word in " ".join(p.cmdline()) for word in words)
+            if all(word in command_of(p) for word in words)
         ]
         assert len(found) == 1, found
         return found[0]
