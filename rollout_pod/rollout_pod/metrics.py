@@ -63,10 +63,8 @@ class PodMetrics:
             "rollout_cancel_aborted_requests", "Requests that cancels cut", registry=r
         )
         self._requests_of = cache(self._requests.labels)  # a look-up costs more than the count
-        self._tokens_cut, self._tokens_whole = (
-            self._tokens.labels("true"),
-            self._tokens.labels("false"),
-        )
+        # both are there from the start, so that they can be compared
+        self._tokens_whole, self._tokens_cut = map(self._tokens.labels, ("false", "true"))
         self._cancel_tokens = Counter(
             "rollout_cancel_returned_tokens", "Tokens of requests that cancels cut", registry=r
         )
@@ -82,9 +80,6 @@ class PodMetrics:
             "rollout_weight_update_seconds", "Time that a weight update spent in a step", ["step"],
             registry=r, buckets=_SECONDS,
         )  # fmt: skip
-
-        for cut in (False, True):  # there from the start, so that they can be compared
-            self._tokens.labels(_word(cut))
 
         self._fetched = Gauge(
             "rollout_weight_fetch_bytes", "Of the version that is being fetched", registry=r
@@ -148,10 +143,6 @@ class PodMetrics:
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
-
-
-def _word(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def _count_tasks() -> float:
