@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from rollout_client.client import RolloutClient
 from rollout_client.endpoints import Endpoints
@@ -45,22 +45,28 @@ class LoopThread:
             self._loop.close()
 
 
-class SyncRolloutClient:
-    """``RolloutClient`` with plain methods; may be used from several threads at once.
+class Closable(Protocol):
+    """What lives in a loop and is closed there."""
 
-    Takes the arguments of ``RolloutClient``; ``endpoints`` may also be a function that makes them.
+    async def aclose(self) -> None:
+        """Close all connections."""
+
+
+C = TypeVar("C", bound=Closable)
+
+
+class Synchronous(Generic[C]):
+    """Owns a client and the thread whose loop it lives in.
+
+    Args:
+        name: Of the thread.
+        make: Makes the client, in that loop.
     """
 
-    def __init__(
-        self, endpoints: Sequence[str] | str | Callable[[], Endpoints], **settings: Any
-    ) -> None:
-        self._thread = LoopThread("rollout-client")
-
-        async def make() -> RolloutClient:
-            return RolloutClient(endpoints() if callable(endpoints) else endpoints, **settings)
-
+    def __init__(self, name: str, make: Coroutine[Any, Any, C]) -> None:
+        self._thread = LoopThread(name)
         try:
-            self._client = self._thread.run(make())
+            self._client = self._thread.run(make)
         except BaseException:
             self._thread.close()
             raise
@@ -83,6 +89,21 @@ class SyncRolloutClient:
             self._closed = True
             self._thread.run(self._client.aclose())
             self._thread.close()
+
+
+class SyncRolloutClient(Synchronous[RolloutClient]):
+    """``RolloutClient`` with plain methods; may be used from several threads at once.
+
+    Takes the arguments of ``RolloutClient``; ``endpoints`` may also be a function that makes them.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[str] | str | Callable[[], Endpoints], **settings: Any
+    ) -> None:
+        async def make() -> RolloutClient:
+            return RolloutClient(endpoints() if callable(endpoints) else endpoints, **settings)
+
+        super().__init__("rollout-client", make())
 
     def generate(
         self,

@@ -3,12 +3,11 @@
 import atexit
 import threading
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rollout_client.kube import replicas
 from rollout_client.kube.api import Object
-from rollout_client.sync import LoopThread
+from rollout_client.sync import LoopThread, Synchronous
 
 
 class SyncChange:
@@ -52,53 +51,29 @@ class SyncReplica:
         return SyncChange(self._thread, self._thread.run(self._replica.delete()))
 
 
-class SyncKube:
+class SyncKube(Synchronous[replicas.Kube]):
     """See ``Kube``; takes the arguments of ``Kube.connect``."""
 
     def __init__(self, **settings: Any) -> None:
-        self._thread = LoopThread("rollout-kube")
-        try:
-            self._kube = self._thread.run(replicas.Kube.connect(**settings))
-        except BaseException:
-            self._thread.close()
-            raise
-        self._closed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._thread.run(self._kube.aclose())
-            self._thread.close()
+        super().__init__("rollout-kube", replicas.Kube.connect(**settings))
 
     @property
     def namespace(self) -> str:
         """Where none is named."""
-        return self._kube.api.namespace
+        return self._client.api.namespace
 
     def replica(self, name: str, namespace: str | None = None) -> SyncReplica:
         """See ``Kube.replica``."""
-        return SyncReplica(self._thread, self._kube.replica(name, namespace))
+        return SyncReplica(self._thread, self._client.replica(name, namespace))
 
     def list(self, namespace: str | None = None) -> list[Object]:
         """All replicas of a namespace."""
-        found = self._thread.run(self._kube.api.list(namespace or self.namespace))
+        found = self._thread.run(self._client.api.list(namespace or self.namespace))
         return list(found["items"])
 
     def apply(self, manifest: Mapping[str, Any]) -> SyncChange:
         """See ``Kube.apply``."""
-        return SyncChange(self._thread, self._thread.run(self._kube.apply(manifest)))
+        return SyncChange(self._thread, self._thread.run(self._client.apply(manifest)))
 
 
 _lock = threading.Lock()
