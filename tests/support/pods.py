@@ -21,6 +21,8 @@ from rollout_pod.supervisor.supervisor import PodFailed, Supervisor
 from tests.support.fakes import FakeAgent, FakeEngine, fake_token
 
 WAIT_S = 10.0
+PROMPT = [1, 2, 3]
+LONG = 3000
 
 
 def ref(version: str, *, path: str | None = None, step: int | None = None) -> WeightsRef:
@@ -98,6 +100,16 @@ class Pod:
         answer = await self.generation.generate(request)
         check_tokens(prompt, answer, request.generated_token_ids)
         return answer
+
+
+async def start_long(pod: Pod, n: int = 4) -> list["asyncio.Task[GenerateResponse]"]:
+    """Start rollouts that nobody waits out, and return when the engine has them all."""
+    tasks = [asyncio.create_task(pod.ask([*PROMPT, i], LONG)) for i in range(n)]
+    while pod.engine.running < n:
+        await asyncio.sleep(0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return tasks
 
 
 @asynccontextmanager

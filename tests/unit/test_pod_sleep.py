@@ -16,10 +16,8 @@ from rollout_pod.supervisor import acts, staging
 from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
 from rollout_pod.supervisor.supervisor import PodFailed
 from tests.support.fakes import GARBAGE, FakeAgent, FakeEngine
-from tests.support.pods import Pod, ref, running_pod
+from tests.support.pods import LONG, PROMPT, Pod, ref, running_pod, start_long
 
-PROMPT = [1, 2, 3]
-LONG = 3000
 LEVEL_1, LEVEL_2 = {"level": 1}, {"level": 2}
 ONLY_KV = {"level": 1, "tags": ["kv_cache"]}
 BOTH = {"weights", "kv_cache"}
@@ -42,15 +40,6 @@ def sleeps(*tags: str) -> "object":
     return done
 
 
-async def begin(pod: Pod, n: int = 4) -> list[asyncio.Task]:
-    tasks = [asyncio.create_task(pod.ask([*PROMPT, i], LONG)) for i in range(n)]
-    while pod.engine.running < n:
-        await asyncio.sleep(0)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    return tasks
-
-
 async def ended(pod: Pod, match: str) -> None:
     with pytest.raises(PodFailed, match=match):
         async with asyncio.timeout(5):
@@ -61,7 +50,7 @@ async def test_level_1_cuts_releases_and_comes_back_with_the_same_version(tmp_pa
     async with running_pod(tmp_path) as pod:
         pod.want(ref("step-1"))
         await pod.serving("step-1")
-        tasks = await begin(pod)
+        tasks = await start_long(pod)
         pod.engine.calls.clear()
         pod.want(ref("step-1"), sleep=LEVEL_1)
         state = await pod.until(sleeps())
@@ -274,7 +263,7 @@ async def test_kept_requests_are_cut_by_a_sleep(tmp_path: Path) -> None:
     async with running_pod(tmp_path) as pod:
         pod.want(interruption=keep)
         await pod.serving("base")
-        tasks = await begin(pod)
+        tasks = await start_long(pod)
         pod.want(interruption=keep, paused=True)
         await pod.until(lambda s: s.phase == "Paused")
         assert pod.engine.running == 4

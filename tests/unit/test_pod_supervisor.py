@@ -21,27 +21,12 @@ from rollout_pod.supervisor import staging
 from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
 from rollout_pod.supervisor.supervisor import Fenced, PodFailed, PreconditionFailed
 from tests.support.fakes import FakeAgent, FakeEngine, fake_tokens
-from tests.support.pods import Pod, ref, running_pod
-
-LONG = 3000
+from tests.support.pods import LONG, PROMPT, Pod, ref, running_pod, start_long
 
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_RETRY_BASE_S", 0.02)
-
-
-PROMPT = [1, 2, 3]
-
-
-async def start_long(pod: Pod, n: int = 4) -> list[asyncio.Task]:
-    """Start rollouts and return when the engine has them all."""
-    tasks = [asyncio.create_task(pod.ask([*PROMPT, i], LONG)) for i in range(n)]
-    while pod.engine.running < n:
-        await asyncio.sleep(0)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    return tasks
 
 
 async def test_a_fresh_pod_serves_base(tmp_path: Path) -> None:
