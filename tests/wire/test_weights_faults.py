@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from tests.support.weights import (
     ModelLoader,
     Place,
     expected_of,
-    make_place,
     mixed_tensors,
     same,
     until,
@@ -31,19 +29,6 @@ from tests.support.weights import (
 
 NOTICED_S = 4.0
 """A dead peer is noticed at once, a frozen one in about 2 s; the rest is for a busy machine."""
-
-
-@pytest.fixture
-def place() -> Iterator[Place]:
-    with make_place() as made:
-        yield made
-
-
-@pytest.fixture
-async def client(place: Place) -> AsyncIterator[AgentClient]:
-    made = AgentClient(place.agent_socket)
-    yield made
-    await made.close()
 
 
 async def stage(client: AgentClient, place: Place, session: str, path: Path, **more):

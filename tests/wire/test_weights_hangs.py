@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -102,13 +102,6 @@ def place() -> Iterator[Place]:
                 agent.kill()
                 agent.wait()
                 agent.stderr.close()
-
-
-@pytest.fixture
-async def client(place: Place) -> AsyncIterator[AgentClient]:
-    made = AgentClient(place.agent_socket)
-    yield made
-    await made.close()
 
 
 def tensors_of(number: int) -> dict[str, torch.Tensor]:

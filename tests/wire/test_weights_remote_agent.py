@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,6 @@ from tests.support.weights import (
     ModelLoader,
     Place,
     expected_of,
-    make_place,
     mixed_tensors,
     same,
     until,
@@ -39,22 +38,9 @@ SHARD = "model.safetensors"
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
-    with make_place() as made:
-        yield made
-
-
-@pytest.fixture
 def server() -> Iterator[FileServer]:
     with file_server() as made:
         yield made
-
-
-@pytest.fixture
-async def client(place: Place) -> AsyncIterator[AgentClient]:
-    made = AgentClient(place.agent_socket)
-    yield made
-    await made.close()
 
 
 class Pod:

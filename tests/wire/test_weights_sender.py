@@ -16,15 +16,9 @@ from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.sender import ManifestError, RanksError, TransferFailed
 from rollout_pod.weights.trainer import SentWeights, WeightSender
 from tests.support.fake_device import FakeDevice
-from tests.support.weights import ModelLoader, Place, expected_of, make_place, mixed_tensors, same
+from tests.support.weights import ModelLoader, Place, expected_of, mixed_tensors, same
 
 FIRST = mixed_tensors(0)
-
-
-@pytest.fixture
-def place() -> Iterator[Place]:
-    with make_place() as made:
-        yield made
 
 
 @pytest.fixture

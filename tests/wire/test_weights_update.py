@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,24 +15,10 @@ from tests.support.weights import (
     Place,
     RudeLoader,
     expected_of,
-    make_place,
     mixed_tensors,
     same,
     write_checkpoint,
 )
-
-
-@pytest.fixture
-def place() -> Iterator[Place]:
-    with make_place() as made:
-        yield made
-
-
-@pytest.fixture
-async def client(place: Place) -> AsyncIterator[AgentClient]:
-    made = AgentClient(place.agent_socket)
-    yield made
-    await made.close()
 
 
 async def update(
