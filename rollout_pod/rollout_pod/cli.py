@@ -110,12 +110,31 @@ def serve(
         keeps_state=(not spawns) if keep_state is None else keep_state,
         drain_timeout_s=drain_timeout,
         heartbeat_timeout_s=heartbeat_timeout,
+        log_level=log_level,
     )
     try:
         code = run_serve(settings)
     except UnknownEngine as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(code)
+
+
+@app.command("front-end", hidden=True)
+def front_end(
+    channel: Annotated[int, typer.Option(help="A connected socket's descriptor.")],
+    parent: Annotated[int, typer.Option(help="Whose end is ours.")],
+    settings: Annotated[str, typer.Option(help="As JSON.")],
+) -> None:
+    """Answer HTTP for an engine that ``serve`` steers. Started by it."""
+    import msgspec
+
+    from rollout_pod.front_ends.process import run_front_end
+    from rollout_pod.front_ends.settings import FrontEndSettings
+
+    die_with(parent)
+    given = msgspec.json.decode(settings, type=FrontEndSettings)
+    configure_logs(level=given.log_level)
+    raise typer.Exit(run_front_end(channel, given))
 
 
 @app.command()

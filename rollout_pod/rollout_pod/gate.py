@@ -10,13 +10,14 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollout_pod.engine.base import (
-    Engine,
     EngineDelta,
     EngineInternalError,
     EngineOutput,
     EngineRequest,
+    OnDelta,
 )
 from rollout_pod.protocol import CancelReason, InterruptionMode, OnPause, WeightsRef
 
@@ -27,7 +28,7 @@ a request that was being handed over while the gate closed is queued by the paus
 _PAUSE_S = 10.0
 """The least that the engine gets for a pause, whatever the deadline."""
 
-_ABORT_S = 60.0
+ABORT_S = 60.0
 """How long the aborts may take that follow a drain whose time is over."""
 
 _ABANDON_S = 60.0
@@ -144,11 +145,26 @@ class _Tally:
     tokens: int = 0
 
 
+class GatedEngine(Protocol):
+    """What a gate asks of an engine. See ``Engine``."""
+
+    async def generate(
+        self, request: EngineRequest, on_delta: OnDelta | None = None
+    ) -> EngineOutput:
+        """See ``Engine``."""
+
+    async def abort(self, engine_id: str) -> None:
+        """See ``Engine``."""
+
+    async def pause(self, *, keep: bool = False) -> None:
+        """See ``Engine``."""
+
+
 @dataclass
 class Gate:
     """Closed until the supervisor opens it. All methods run on the event loop's thread."""
 
-    engine: Engine
+    engine: GatedEngine
     weights: WeightsRef | None = None
     """The committed version; None makes every request fail with ``NotReady``."""
     generation: int = 0
@@ -160,6 +176,8 @@ class Gate:
     keeps: bool = False
     """Requests admitted from now on are tracked, so that an update may keep them."""
     is_draining: bool = False
+    name: str = ""
+    """Sets the engine's ids of this gate's requests apart from those of other gates."""
     _live: dict[str, _Live] = field(default_factory=dict)
     _parked: set[str] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -264,6 +282,13 @@ class Gate:
         self.is_draining = True
         self._wake()
 
+    async def settle(self) -> None:
+        """Return when whoever answers requests knows what is in force. At once, in one process.
+
+        Raises:
+            CancelTimeout: one does not answer.
+        """
+
     async def cancel_one(self, request_id: str) -> Finished | Refused | None:
         """Cut one request, parked or in the engine; its own caller is answered as well.
 
@@ -307,7 +332,7 @@ class Gate:
             await self._wait_idle_or(woken, self.drain_left(timeout_s))
             if self._live and woken and woken.is_set():
                 return None
-            await self._abort_all(time.monotonic() + _ABORT_S)
+            await self._abort_all(time.monotonic() + ABORT_S)
         else:
             await self._abort_all(started + timeout_s)
         self._drain_began = None
@@ -399,7 +424,7 @@ class Gate:
         if self.weights is None or not self.is_open:
             raise RuntimeError("admission behind a closed gate")
         self._serial += 1
-        engine_id = f"{request_id}#{self._serial}"
+        engine_id = f"{request_id}#{self.name}{self._serial}"
         admission = Admission(self.weights, self.generation)
         live = _Live(engine_id, admission, is_tracked=self.keeps or on_delta is not None)
 

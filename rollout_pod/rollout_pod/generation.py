@@ -8,7 +8,7 @@ import asyncio
 import base64
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from rollout_pod.engine.base import (
     Engine,
@@ -128,11 +128,32 @@ def _experts_of(experts: ExpertIds | None) -> RoutedExperts | None:
     return RoutedExperts(shape=experts.shape, dtype=experts.dtype, data=data)
 
 
+class Elsewhere(Protocol):
+    """The requests of other processes that answer for the same engine."""
+
+    async def claim(self, request_id: str) -> bool:
+        """Take the id for this process; False if a request of it is alive in any."""
+
+    def release(self, request_id: str) -> None:
+        """The request was answered."""
+
+    async def cancel(self, request_id: str) -> GenerateResponse | None:
+        """Cut a request of another process and return its partial; None if it is not alive."""
+
+
 class Generation:
     """``POST /v1/rollout/generate`` without HTTP."""
 
-    def __init__(self, engine: Engine, gate: Gate, *, max_model_len: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        gate: Gate,
+        *,
+        max_model_len: Callable[[], int],
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         self._engine = engine
+        self._elsewhere = elsewhere
         self._gate = gate
         self._max_model_len = max_model_len
         self._requests: dict[str, GenerateRequest] = {}
@@ -152,6 +173,23 @@ class Generation:
         engine's errors.
         """
         self._gate.check_ready()
+        if self._elsewhere is None:
+            return await self._generate(request, gone, trace_headers, on_admit, on_delta)
+        if not await self._elsewhere.claim(request.request_id):
+            raise DuplicateRequest(request.request_id)
+        try:
+            return await self._generate(request, gone, trace_headers, on_admit, on_delta)
+        finally:
+            self._elsewhere.release(request.request_id)
+
+    async def _generate(
+        self,
+        request: GenerateRequest,
+        gone: Callable[[], Coroutine[None, None, None]] | None,
+        trace_headers: Mapping[str, str] | None,
+        on_admit: Callable[[Admission], None] | None,
+        on_delta: OnTokens | None,
+    ) -> GenerateResponse:
         self._gate.check_new(request.request_id)
         if request.request_id in self._preparing:
             raise DuplicateRequest(request.request_id)

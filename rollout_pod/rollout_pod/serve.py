@@ -16,7 +16,11 @@ import uvloop
 from fastapi import FastAPI
 
 from rollout_pod import local
-from rollout_pod.engine.base import Engine, EngineSettings
+from rollout_pod.engine.base import Engine, EngineSettings, Share, SharedEngine
+from rollout_pod.front_ends.fleet import Fleet
+from rollout_pod.front_ends.settings import FrontEndSettings, split_count
+from rollout_pod.front_ends.shared_gate import SharedGate
+from rollout_pod.gate import Gate
 from rollout_pod.server.admin_app import make_admin_app
 from rollout_pod.server.auth import Tokens
 from rollout_pod.server.data_app import make_data_app
@@ -52,6 +56,7 @@ class ServeSettings:
     keeps_state: bool
     drain_timeout_s: float
     heartbeat_timeout_s: float
+    log_level: str = "INFO"
 
 
 class UnknownEngine(Exception):
@@ -78,13 +83,20 @@ def run_serve(settings: ServeSettings) -> int:
         return uvloop.run(_serve(settings))
     except (local.RunDirError, PodFailed) as error:
         log.error("not started", error=str(error))
+        _last_words(str(error))
         return 2
     finally:
         os.close(lock)
 
 
 async def _serve(settings: ServeSettings) -> int:
-    listeners = [bind(settings.data_address), bind(settings.admin_address)]
+    try:
+        engine_args, front_ends = split_count(settings.engine_args)
+    except ValueError as error:
+        raise PodFailed(str(error)) from error
+    is_shared = front_ends > 1
+    admin_listener = bind(settings.admin_address)
+    data_listener = None if is_shared else bind(settings.data_address)
     if not settings.keeps_state:
         local.forget(settings.run_dir)
     token_dir = settings.token_dir or local.make_token(settings.run_dir)
@@ -93,10 +105,13 @@ async def _serve(settings: ServeSettings) -> int:
     engine = make_engine(
         settings.engine,
         EngineSettings(
-            model=settings.model, args=settings.engine_args, run_dir=settings.run_dir,
+            model=settings.model, args=engine_args, run_dir=settings.run_dir,
             shm_dir=settings.shm_dir,
         ),
     )  # fmt: skip
+    if is_shared and not isinstance(engine, SharedEngine):
+        raise PodFailed(f"engineArgs: --api-server-count: engine {settings.engine} has no such")
+    gate = SharedGate(engine) if is_shared else Gate(engine)
     agent = AgentClient(settings.run_dir / "agent.sock")
     supervisor = Supervisor(
         engine,
@@ -105,15 +120,20 @@ async def _serve(settings: ServeSettings) -> int:
         default_desired=local.first_document() if settings.spawns_agent else None,
         drain_timeout_s=settings.drain_timeout_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        gate=gate,
     )
-    servers = [
-        Server(make_data_app(supervisor), listeners[0]),
-        Server(make_admin_app(supervisor, Tokens(token_dir)), listeners[1]),
-    ]
+    servers = [Server(make_admin_app(supervisor, Tokens(token_dir)), admin_listener)]
+    if data_listener is not None:
+        servers.append(Server(make_data_app(supervisor), data_listener))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.begin_drain)
     helpers = [asyncio.create_task(server.run_until_exit(), name="http") for server in servers]
+    fleet = None
+    if isinstance(gate, SharedGate) and isinstance(engine, SharedEngine):
+        each = _front_ends(settings, engine_args, engine.share(front_ends))
+        fleet = asyncio.create_task(Fleet(supervisor, gate, each).run(), name="front ends")
+        helpers.append(fleet)
     agent_task = (
         asyncio.create_task(
             local.keep_agent(settings.run_dir, settings.shm_dir, settings.host_memory),
@@ -128,6 +148,9 @@ async def _serve(settings: ServeSettings) -> int:
     try:
         await asyncio.wait({brain, *helpers}, return_when=asyncio.FIRST_COMPLETED)
         if not brain.done():
+            for helper in helpers:
+                if helper.done():
+                    helper.result()
             raise PodFailed("an HTTP server ended")
         await brain
     except PodFailed as error:
@@ -145,11 +168,26 @@ async def _serve(settings: ServeSettings) -> int:
             server.should_exit = True
         if not brain.done():
             brain.cancel()
-        if agent_task:
-            agent_task.cancel()
+        for task in (fleet, agent_task):
+            if task:
+                task.cancel()
         await asyncio.gather(brain, *helpers, *filter(None, [agent_task]), return_exceptions=True)
         await agent.close()
         await engine.shutdown()
+
+
+def _front_ends(
+    settings: ServeSettings, engine_args: Sequence[str], shares: Sequence[Share]
+) -> list[FrontEndSettings]:
+    host, port = settings.data_address
+    return [
+        FrontEndSettings(
+            engine=settings.engine, model=settings.model, args=tuple(engine_args),
+            run_dir=str(settings.run_dir), shm_dir=str(settings.shm_dir), host=host, port=port,
+            log_level=settings.log_level, share=share,
+        )
+        for share in shares
+    ]  # fmt: skip
 
 
 class Server(uvicorn.Server):
@@ -174,8 +212,9 @@ class Server(uvicorn.Server):
         yield
 
 
-def bind(address: tuple[str, int]) -> socket.socket:
-    """A listening socket.
+def bind(address: tuple[str, int], *, shared: bool = False) -> socket.socket:
+    """A listening socket; a ``shared`` one among others of the same address, among which the
+    kernel shares out connections.
 
     Raises:
         PodFailed: names the address and why it cannot be had.
@@ -183,7 +222,7 @@ def bind(address: tuple[str, int]) -> socket.socket:
     host, port = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server(address, family=family, backlog=2048)
+        return socket.create_server(address, family=family, backlog=2048, reuse_port=shared)
     except OSError as error:
         raise PodFailed(f"cannot listen on {host}:{port}: {error.strerror}") from error
 

@@ -8,7 +8,7 @@ knows which engine runs.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rollout_pod.protocol import EngineInfo, SleepTag
 
@@ -73,6 +73,18 @@ class EngineSettings:
     shm_dir: Path = Path("/dev/shm")
     """Where the ranks attach shared segments."""
     served_model_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a client in another process gets at an engine that this one starts."""
+
+    index: int
+    """From 1; the process that starts the engine is 0."""
+    count: int
+    """Of all clients, that one included."""
+    input_address: str
+    output_address: str
 
 
 @dataclass(frozen=True)
@@ -362,3 +374,20 @@ class Engine(Protocol):
 
     async def shutdown(self) -> None:
         """End the engine and all its processes. Idempotent; never raises."""
+
+
+@runtime_checkable
+class SharedEngine(Engine, Protocol):
+    """An engine that several processes may hand requests to."""
+
+    def share(self, count: int) -> tuple[Share, ...]:
+        """Before ``start``: make room for ``count`` clients in other processes."""
+
+    async def attach(self, share: Share) -> None:
+        """Instead of ``start``: use the engine that another process starts, for requests only
+        (``generate``, ``abort`` and what checks and prepares requests). Returns once it is up.
+        ``shutdown`` leaves it running.
+
+        Raises:
+            EngineStartError: it cannot be used from here.
+        """

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from rollout_pod.engine import adapters, arguments, leftovers, params, processes
+from rollout_pod.engine import adapters, arguments, leftovers, params, processes, sharing
 from rollout_pod.engine.base import (
     CacheReport,
     EngineDeadError,
@@ -30,6 +30,7 @@ from rollout_pod.engine.base import (
     OnDelta,
     Prepared,
     RankReport,
+    Share,
     SleepReport,
     SleepUnsupported,
 )
@@ -89,6 +90,8 @@ class VllmEngine:
         self._shared_files: set[str] = set()
         self._closed = False
         self._started = False
+        self._shares: tuple[Share, ...] = ()
+        self._share: Share | None = None
         self._world = 0
         self._vocab_size = 0
         self._max_logprobs = 0
@@ -115,8 +118,14 @@ class VllmEngine:
                 await asyncio.wait({self._constructing}, timeout=_NOTE_S)
                 await asyncio.to_thread(self._note_belongings)
             info = self._constructing.result()
-            await self._start_receivers()
-            await self._load_adapters()
+            if self._share is None:
+                await self._start_receivers()
+                await self._load_adapters()
+            else:
+                # asked for now, so that no request has to wait for the answer
+                await self._lifeline.call(
+                    self._llm.get_supported_tasks(), "list its tasks", _CALL_S
+                )
             await self._front_end.start(self._llm)
             await asyncio.to_thread(_freeze_heap)
         except EngineStartError:
@@ -132,23 +141,43 @@ class VllmEngine:
             raise EngineStartError(message) from error
         return info
 
+    def share(self, count: int) -> tuple[Share, ...]:
+        """See ``SharedEngine``."""
+        self._shares = sharing.shares_of(self._settings.run_dir, count)
+        return self._shares
+
+    async def attach(self, share: Share) -> None:
+        """See ``SharedEngine``."""
+        self._share = share
+        await self.start()
+
     def _construct(self) -> EngineInfo:
         """Everything that blocks. In a thread of its own."""
         args, front_end_args = arguments.parse(self._settings)
         self._adapters = adapters.requests_of(
             front_end_args.lora_modules, enabled=bool(args.enable_lora)
         )
-        if swept := leftovers.sweep_pod():
-            log.warning("removed from /dev/shm what a killed engine left: %s", sorted(swept))
-        (self._settings.run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+        if self._share is None:
+            if swept := leftovers.sweep_pod():
+                log.warning("removed from /dev/shm what a killed engine left: %s", sorted(swept))
+            (self._settings.run_dir / "ranks").mkdir(parents=True, exist_ok=True)
 
         import vllm
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if self._closed:
             raise EngineStartError("the pod shut down while the engine started")
-        with arguments.environment(args), self._tail.inherited():
-            llm = AsyncLLM.from_engine_args(args)
+        share = self._share
+        if share is not None:
+            with arguments.environment(args):
+                llm = sharing.make_client(args, share)
+        else:
+            with (
+                arguments.environment(args),
+                self._tail.inherited(),
+                sharing.launching(self._shares),
+            ):
+                llm = AsyncLLM.from_engine_args(args)
         self._llm = llm
         self._lifeline.watch(llm)
         model = llm.vllm_config.model_config

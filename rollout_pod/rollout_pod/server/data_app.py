@@ -1,6 +1,5 @@
 """The data port: generation, probes, metrics."""
 
-import asyncio
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -21,10 +20,10 @@ from rollout_pod.protocol import (
 )
 from rollout_pod.server.body_limit import BodyLimit
 from rollout_pod.server.openai import openai_routes
+from rollout_pod.server.pod import Pod
 from rollout_pod.server.problems import install_problems, problem_of, problem_response
 from rollout_pod.server.schema import SCHEMA_PATH, STREAM, problems, schema_of
 from rollout_pod.server.streaming import Stream, Streams
-from rollout_pod.supervisor.supervisor import Supervisor
 
 BODY_LIMIT = 64 << 20
 """Bytes; a prompt of four million token ids fits."""
@@ -38,7 +37,7 @@ class Probe(BaseModel):
     status: Literal["ok"] = "ok"
 
 
-def make_data_app(supervisor: Supervisor) -> FastAPI:
+def make_data_app(pod: Pod) -> FastAPI:
     """The app of the data port. Needs no token: it changes nothing but what it generates."""
     app = FastAPI(
         title="rollout-pod data",
@@ -47,18 +46,18 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        routes=openai_routes(supervisor),
+        routes=openai_routes(pod),
     )
-    metrics = supervisor.metrics
+    metrics = pod.metrics
     install_problems(app, on_refused=metrics.refused)
     app.add_middleware(BodyLimit, limit=BODY_LIMIT)
 
-    def max_model_len() -> int:
-        info = supervisor.board.state.info
-        return info.max_model_len if info else 0
-
     streams = Streams()
-    generation = Generation(supervisor.engine, supervisor.gate, max_model_len=max_model_len)
+    generation = Generation(
+        pod.engine, pod.gate, max_model_len=lambda: pod.max_model_len, elsewhere=pod.elsewhere
+    )
+
+    app.state.generation = generation
 
     async def disconnected(request: Request) -> None:
         with suppress(ClientDisconnect):
@@ -81,7 +80,7 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
             metrics.answered(problem_of(error).code)
             raise
         if answer.cancel_reason is CancelReason.REFUSED:
-            metrics.refused(supervisor.gate.closed_for or CancelReason.PAUSED)
+            metrics.refused(pod.gate.closed_for or CancelReason.PAUSED)
         metrics.answered(
             answer.cancel_reason or answer.finish_reason,
             tokens=len(answer.token_ids),
@@ -111,6 +110,8 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
     async def cancel(request_id: str) -> GenerateResponse:
         """Cut one request. Its own caller gets the same partial; 404 if it is not alive."""
         answer = await generation.cancel(request_id)
+        if answer is None and pod.elsewhere is not None:
+            answer = await pod.elsewhere.cancel(request_id)
         if answer is None:
             raise HTTPException(404, "no request of this id is alive")
         return answer
@@ -118,31 +119,24 @@ def make_data_app(supervisor: Supervisor) -> FastAPI:
     @app.get("/startupz", response_model=Probe, responses=problems(503))
     async def startupz() -> Response:
         """200 once the engine has started."""
-        return _probe("the engine is starting" if not supervisor.is_started else None)
+        return _probe("the engine is starting" if not pod.is_started else None)
 
     @app.get("/readyz", response_model=ReadyFacts, responses=problems(503))
     async def readyz() -> Response:
         """200 while a version is committed; pauses and updates do not change it. Says which."""
-        state = supervisor.board.document()
-        if not supervisor.is_ready:
-            return _probe(f"phase {state.phase}")
-        facts = ReadyFacts(
-            boot_id=state.boot_id,
-            weight_version=state.weight_version,
-            weight_step=state.weight_step,
-        )
-        return JSONResponse(facts.model_dump())
+        if not pod.is_ready:
+            return _probe(f"phase {pod.phase}")
+        return JSONResponse(pod.facts().model_dump())
 
     @app.get("/healthz", response_model=Probe, responses=problems(503))
     async def healthz() -> Response:
         """200 unless the engine is dead: paused, updating and starting pods are alive."""
-        return _probe(supervisor.liveness_error())
+        return _probe(pod.liveness_error())
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=problems(500))
     async def metrics_text() -> Response:
         """The pod's own metrics and the engine's, in Prometheus' text format."""
-        # the engine has hundreds of them: not on the loop's thread
-        text = metrics.text() + await asyncio.to_thread(supervisor.engine.metrics_text)
+        text = await pod.metrics_text()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     @app.get(SCHEMA_PATH, include_in_schema=False)

@@ -14,8 +14,8 @@ from rollout_pod.openai_call import GatedCall
 from rollout_pod.protocol import OnPause, ProblemCode
 from rollout_pod.protocol.problem import FieldError
 from rollout_pod.server.openai_answer import Answer
+from rollout_pod.server.pod import Pod
 from rollout_pod.server.problems import problem_of, problem_response, respond
-from rollout_pod.supervisor.supervisor import Supervisor
 
 log = structlog.get_logger(__name__)
 
@@ -35,17 +35,17 @@ class _InvalidHeader(Exception):
         self.name = name
 
 
-def openai_routes(supervisor: Supervisor) -> list[BaseRoute]:
+def openai_routes(pod: Pod) -> list[BaseRoute]:
     """All of them; nothing else of the engine's server can be reached."""
-    endpoint = _Endpoint(supervisor)
+    endpoint = _Endpoint(pod)
     return [Route(path, endpoint, methods=[method]) for path, method in ROUTES.items()]
 
 
 class _Endpoint:
     """An ASGI app: hands one request on to the engine's server."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    def __init__(self, pod: Pod) -> None:
+        self._pod = pod
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer it.
@@ -55,13 +55,13 @@ class _Endpoint:
             Draining: the pod ends.
             NoFrontEnd: the engine has no such server.
         """
-        supervisor = self._supervisor
-        gate = supervisor.gate
+        pod = self._pod
+        gate = pod.gate
         gate.check_ready()
-        dead = supervisor.engine.dead_error()
+        dead = pod.engine.dead_error()
         if dead is not None:
             raise EngineDeadError(dead)
-        app = supervisor.engine.front_end()
+        app = pod.engine.front_end()
         try:
             call = self._call(Request(scope).headers)
         except _InvalidHeader as error:
@@ -87,9 +87,9 @@ class _Endpoint:
             call.leave()
             if call.error is not None:
                 problem = problem_of(call.error)
-                supervisor.metrics.answered(problem.code)
+                pod.metrics.answered(problem.code)
                 if problem.status != 500:
-                    supervisor.metrics.refused(problem.code)
+                    pod.metrics.refused(problem.code)
 
     def _call(self, headers: Headers) -> GatedCall:
         on_pause = headers.get(ON_PAUSE_HEADER, OnPause.WAIT)
@@ -103,9 +103,9 @@ class _Endpoint:
         if not 0 < timeout_s <= _MAX_TIMEOUT_S:
             why = f"must be a number of seconds, at most {_MAX_TIMEOUT_S:g}"
             raise _InvalidHeader(TIMEOUT_HEADER, why)
-        metrics = self._supervisor.metrics
+        metrics = self._pod.metrics
         return GatedCall(
-            self._supervisor.gate,
+            self._pod.gate,
             returns_partials=on_pause == OnPause.RETURN,
             timeout_s=timeout_s,
             on_answered=lambda reason, tokens, cut, versions: metrics.answered(

@@ -261,6 +261,11 @@ class Acts:
         """
         if self.board.state.committed is None or self.board.state.poisoned:
             raise RuntimeError("the gate opens only for a committed version")
+        try:
+            await self.gate.settle()  # what was kept goes on under the name of what it goes on with
+        except CancelTimeout as error:
+            self.fail_engine(str(error))
+            return
         await self.engine.resume()
         state, desired = self.board.state, self.board.desired  # those of now
         if (
@@ -295,14 +300,14 @@ class Acts:
             left_s = self.gate.drain_left(self.board.desired.interruption.timeout_s)
             timeout_s = min(timeout_s, left_s)
         rests = self.board.state.idle  # then nothing in it goes on by itself
-        if not await self.gate.wait_idle(timeout_s=0.0 if rests else timeout_s):
-            self.gate.close(CancelReason.DRAINING)
-            self.board.change(gate_open=False, closed_for=CancelReason.DRAINING)
-            try:
+        try:
+            if not await self.gate.wait_idle(timeout_s=0.0 if rests else timeout_s):
+                self.gate.close(CancelReason.DRAINING)
+                self.board.change(gate_open=False, closed_for=CancelReason.DRAINING)
                 if counts := await self.gate.cancel(timeout_s=_DRAIN_CUT_S):
                     self.metrics.cancelled(counts)
-            except CancelTimeout as error:
-                self.fail_engine(str(error))
+        except CancelTimeout as error:
+            self.fail_engine(str(error))
         self.gate.close(CancelReason.DRAINING)
         self.board.change(gate_open=False, closed_for=CancelReason.DRAINING, drained=True)
 

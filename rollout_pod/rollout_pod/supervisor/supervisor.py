@@ -14,6 +14,8 @@ from rollout_pod.protocol import (
     CachesCleared,
     DesiredDocument,
     InterruptionMode,
+    PodPhase,
+    ReadyFacts,
     StateDocument,
 )
 from rollout_pod.supervisor import plan
@@ -25,7 +27,7 @@ from rollout_pod.supervisor.plan import next_step
 from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.sleeping import Sleeping
 from rollout_pod.supervisor.staging import Staging
-from rollout_pod.supervisor.state import EngineStatus, is_ready
+from rollout_pod.supervisor.state import EngineStatus, is_ready, phase_of
 from rollout_pod.supervisor.store import Store, record_of
 
 log = structlog.get_logger(__name__)
@@ -60,9 +62,11 @@ class Supervisor:
     heartbeat_timeout_s: float = 120.0
     """How long the engine's loop may take for one step."""
     heartbeat_s: float = PERIOD_S
+    gate: Gate = field(default=None)  # type: ignore[assignment]  # made from the engine, if none
+    """What requests pass on their way into the engine."""
 
     def __post_init__(self) -> None:
-        self.gate = Gate(self.engine)
+        self.gate = self.gate or Gate(self.engine)
         self.board = Board(unfinished=lambda: self.gate.unfinished)
         self._wake = asyncio.Event()
         self._staging = Staging(self.board, self.engine, self.agent, self._wake.set)
@@ -138,6 +142,34 @@ class Supervisor:
     def is_ready(self) -> bool:
         """What ``/readyz`` answers."""
         return is_ready(self.board.state) and self.engine.dead_error() is None
+
+    elsewhere: None = None
+    """The data port of this process is the only one."""
+
+    async def metrics_text(self) -> bytes:
+        """The pod's own metrics and its engine's, in Prometheus' text format."""
+        # the engine has hundreds of them: not on the loop's thread
+        return self.metrics.text() + await asyncio.to_thread(self.engine.metrics_text)
+
+    def facts(self) -> ReadyFacts:
+        """What ``/readyz`` says while it answers 200."""
+        state = self.board.document()
+        return ReadyFacts(
+            boot_id=state.boot_id,
+            weight_version=state.weight_version,
+            weight_step=state.weight_step,
+        )
+
+    @property
+    def phase(self) -> PodPhase:
+        """What ``/readyz`` says while it does not."""
+        return phase_of(self.board.state)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that the model has room for; 0 before the engine has started."""
+        info = self.board.state.info
+        return info.max_model_len if info else 0
 
     @property
     def is_started(self) -> bool:
