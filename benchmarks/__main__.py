@@ -26,13 +26,19 @@ def main(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHMARKS)}.")],
     quick: Annotated[bool, typer.Option(help="Fewer repetitions: a minute at most.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Of soak: how long.")] = None,
+    front_ends: Annotated[
+        int | None, typer.Option(min=1, help="Of cancel and overhead: processes that serve HTTP.")
+    ] = None,
 ) -> None:
     """Measure NAME. Exit code 1 where the goal does not hold."""
     if name not in BENCHMARKS:
         raise typer.BadParameter(f"there is no {name!r}; there are: {', '.join(BENCHMARKS)}")
     if minutes is not None and name != "soak":
         raise typer.BadParameter("only soak takes --minutes")
-    more = {} if minutes is None else {"minutes": minutes}
+    if front_ends is not None and name not in ("cancel", "overhead"):
+        raise typer.BadParameter("only cancel and overhead take --front-ends")
+    given = {"minutes": minutes, "front_ends": front_ends}
+    more = {option: value for option, value in given.items() if value is not None}
     result: Result = importlib.import_module(BENCHMARKS[name]).run(quick, **more)
     show(result)
     raise typer.Exit(0 if result.holds else 1)

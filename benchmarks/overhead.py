@@ -18,17 +18,17 @@ GOAL = 0.95
 AT = 64
 
 
-def run(quick: bool) -> Result:
+def run(quick: bool, *, front_ends: int = 1) -> Result:
     """Measure."""
-    return uvloop.run(_measure(quick))
+    return uvloop.run(_measure(quick, front_ends))
 
 
-async def _measure(quick: bool) -> Result:
+async def _measure(quick: bool, front_ends: int) -> Result:
     sizes = (AT,) if quick else (1, AT, 256)
     tokens, rounds = (100, 2) if quick else (200, 3)
     rows = []
     async with AsyncExitStack() as stack:
-        pod = await stack.enter_async_context(measured_pod())
+        pod = await stack.enter_async_context(measured_pod(front_ends=front_ends))
         urls = {"http": pod.url, "stream": pod.url}
         if not quick:
             urls["vllm serve"] = await stack.enter_async_context(vllm_server(pod))
@@ -41,7 +41,9 @@ async def _measure(quick: bool) -> Result:
                 for kind, url in urls.items():
                     kinds[kind].append(await _http(url, size, tokens, kind))
             rate = {kind: percentile(values, 0.5) for kind, values in kinds.items()}
-            row: dict[str, Any] = {"concurrent": size, "bare tok/s": rate["bare"]}
+            row: dict[str, Any] = {
+                "front ends": front_ends, "concurrent": size, "bare tok/s": rate["bare"],
+            }  # fmt: skip
             for kind in urls:
                 row |= {f"{kind} tok/s": rate[kind], f"{kind} / bare": rate[kind] / rate["bare"]}
             rows.append(row)
@@ -76,5 +78,5 @@ async def _bare(pod: MeasuredPod, size: int, tokens: int) -> float:
 
 async def _http(url: str, size: int, tokens: int, kind: str) -> float:
     names = {"http": "whole", "stream": "stream", "vllm serve": "vllm"}
-    document = await run_load(url, size, tokens, names[kind])
+    (document,) = await run_load(url, size, tokens, names[kind])
     return float(document["tokens"] / document["seconds"])

@@ -15,6 +15,10 @@ import torch
 from examples.tiny_models import make
 from rollout_pod.engine.base import EngineSettings
 from rollout_pod.engine.vllm import VllmEngine
+from rollout_pod.front_ends.fleet import Fleet
+from rollout_pod.front_ends.settings import FrontEndSettings
+from rollout_pod.front_ends.shared_gate import SharedGate
+from rollout_pod.gate import Gate
 from rollout_pod.logs import configure_logs
 from rollout_pod.protocol import DesiredDocument
 from rollout_pod.serve import Server, bind
@@ -58,8 +62,13 @@ class MeasuredPod:
 
 
 @asynccontextmanager
-async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
-    """A model of random weights: a tiny one on the CPU, one of Qwen3-8B's shape on a GPU."""
+async def measured_pod(
+    args: Sequence[str] = (), *, front_ends: int = 1
+) -> AsyncIterator[MeasuredPod]:
+    """A model of random weights: a tiny one on the CPU, one of Qwen3-8B's shape on a GPU.
+
+    One front end is in this process; several are processes of their own, as in ``serve``.
+    """
     configure_logs(level="WARNING")
     on_gpu = torch.cuda.is_available()
     with TemporaryDirectory(prefix="bench-") as name:
@@ -73,32 +82,55 @@ async def measured_pod(args: Sequence[str] = ()) -> AsyncIterator[MeasuredPod]:
         model, all_args = str(folder / "model"), (*(GPU_ARGS if on_gpu else CPU_ARGS), *args)
         engine = VllmEngine(EngineSettings(model=model, run_dir=folder / "run", args=all_args))
         agent = AgentClient(folder / "run" / "agent.sock")
+        gate = SharedGate(engine) if front_ends > 1 else Gate(engine)
         supervisor = Supervisor(
-            engine, agent, Store(folder),
+            engine, agent, Store(folder), gate=gate,
             default_desired=DesiredDocument(owner="bench", generation=0),
         )  # fmt: skip
         port = free_port()
-        server = Server(make_data_app(supervisor), bind(("127.0.0.1", port)))
-        tasks = [
-            asyncio.create_task(supervisor.run()),
-            asyncio.create_task(server.run_until_exit()),
-        ]
+        server: Server | None = None
+        if isinstance(gate, SharedGate):
+            settings = [
+                FrontEndSettings(
+                    engine="vllm", model=model, args=all_args, run_dir=str(folder / "run"),
+                    shm_dir="/dev/shm", host="127.0.0.1", port=port, log_level="WARNING",
+                    share=share,
+                )
+                for share in engine.share(front_ends)
+            ]  # fmt: skip
+            serving = asyncio.create_task(Fleet(supervisor, gate, settings).run())
+        else:
+            server = Server(make_data_app(supervisor), bind(("127.0.0.1", port)))
+            serving = asyncio.create_task(server.run_until_exit())
+        brain = asyncio.create_task(supervisor.run())
         try:
-            while not (supervisor.is_ready and server.started):
-                if tasks[0].done():
-                    tasks[0].result()
+            while not gate.is_open:
+                for task in (brain, serving):
+                    if task.done():
+                        task.result()
                 await asyncio.sleep(0.1)
             yield MeasuredPod(engine, supervisor, f"http://127.0.0.1:{port}", model, all_args)
         finally:
             supervisor.begin_drain()
-            server.should_exit = True
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(brain, return_exceptions=True)
+            if server is None:
+                serving.cancel()
+            else:
+                server.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
             await agent.close()
             await engine.shutdown()
 
 
-async def run_load(url: str, size: int, tokens: int, kind: str) -> dict[str, Any]:
-    """What ``benchmarks.load`` prints; it runs in a process of its own."""
+async def run_load(
+    url: str, size: int, tokens: int, kind: str, *, processes: int = 1
+) -> list[dict[str, Any]]:
+    """What ``benchmarks.load`` prints, for each of the processes that share the callers."""
+    sizes = [size // processes + (i < size % processes) for i in range(processes)]
+    return await asyncio.gather(*(_load(url, each, tokens, kind) for each in sizes if each))
+
+
+async def _load(url: str, size: int, tokens: int, kind: str) -> dict[str, Any]:
     load = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.load", url, str(size), str(tokens), kind),
         stdout=asyncio.subprocess.PIPE,
