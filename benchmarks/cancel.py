@@ -30,9 +30,13 @@ class Round:
     seconds: float
     tokens: int
     lost: int
+    closed: float = 0.0
+    """Seconds until the gate was closed."""
+    cancel: float = 0.0
+    """Seconds that the pod itself took from then until every caller had been answered."""
 
 
-CALLERS = 4
+CALLERS = 8
 """Processes that share the callers: one alone would take longer to read than the pod to write."""
 
 
@@ -56,6 +60,8 @@ async def _measure(*, rounds: int, sizes: tuple[int, ...], front_ends: int) -> R
                 {
                     "front ends": front_ends, "in flight": size,
                     "ours ms": mine * 1e3, "bare ms": base * 1e3,
+                    "closed ms": percentile([r.closed for r in ours], 0.5) * 1e3,
+                    "cancel ms": percentile([r.cancel for r in ours], 0.5) * 1e3,
                     "ratio": mine / base, "tokens": sum(r.tokens for r in ours),
                     "lost": sum(r.lost for r in ours),
                 }
@@ -103,7 +109,8 @@ async def _http(pod: MeasuredPod, size: int) -> Round:
     while supervisor.gate.unfinished < size:
         await asyncio.sleep(0.001)
     await asyncio.sleep(RUN_S)
-    started = time.monotonic()
+    cancels = _cancel_seconds(pod)
+    started, started_at = time.monotonic(), time.time()
     supervisor.put_desired(
         document.model_copy(update={"paused": True, "generation": document.generation + 1})
     )
@@ -111,6 +118,7 @@ async def _http(pod: MeasuredPod, size: int) -> Round:
     counted = await _returned_by_cuts(pod) - before
     while not supervisor.board.state.idle:
         await asyncio.sleep(0.005)
+    closed_at = supervisor.gate.changed_at
     supervisor.put_desired(
         document.model_copy(update={"paused": False, "generation": document.generation + 2})
     )
@@ -118,7 +126,15 @@ async def _http(pod: MeasuredPod, size: int) -> Round:
         await asyncio.sleep(0.005)
     last = max(answer["last"] for answer in answers)
     tokens = sum(answer["tokens"] for answer in answers)
-    return Round(last - started, tokens, int(counted) - tokens)
+    return Round(
+        last - started, tokens, int(counted) - tokens, closed=closed_at - started_at,
+        cancel=_cancel_seconds(pod) - cancels,
+    )  # fmt: skip
+
+
+def _cancel_seconds(pod: MeasuredPod) -> float:
+    registry = pod.supervisor.metrics.registry
+    return registry.get_sample_value("rollout_cancel_seconds_sum") or 0.0
 
 
 async def _returned_by_cuts(pod: MeasuredPod) -> float:
