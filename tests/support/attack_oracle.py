@@ -40,6 +40,7 @@ class Caller:
     """One caller: what it sent, and what came back."""
 
     request_id: str
+    number: int
     prompt: list[int]
     operation: StartRequest | StartOpenAI
     engine: AttackedEngine
@@ -82,7 +83,7 @@ class Caller:
 
     def is_registered(self, boot: Any) -> bool:
         """Whether the pod has come to know its request."""
-        return self.request_id in boot.generation._requests
+        return any(self.request_id in each._requests for each in boot.generations)
 
     @property
     def is_continuable(self) -> bool:

@@ -13,7 +13,9 @@ from typing import Any
 import structlog
 
 from rollout_pod.engine.base import EngineDeadError, EngineRequest
-from rollout_pod.gate import Draining, DuplicateRequest, NotReady
+from rollout_pod.front_ends.channel import CallFailed, ChannelClosed
+from rollout_pod.front_ends.shared_gate import SharedGate
+from rollout_pod.gate import Draining, DuplicateRequest, Gate, NotReady
 from rollout_pod.generation import Generation
 from rollout_pod.openai_call import GatedCall
 from rollout_pod.protocol import DesiredDocument, GenerateRequest, StateDocument
@@ -41,6 +43,7 @@ from tests.support.attack import (
 )
 from tests.support.attack_oracle import Caller, Oracle
 from tests.support.attacked_fakes import AttackedAgent, AttackedEngine
+from tests.support.front_ends import Attached, front_ends_of
 from tests.support.virtual_time import NothingLeft, VirtualLoop, clock_of
 
 SETTLE_S = 900.0
@@ -53,8 +56,16 @@ class Boot:
 
     engine: AttackedEngine
     supervisor: Supervisor
-    generation: Generation
+    generations: list[Generation]
+    """Of the one process, or of each front end."""
+    gates: list[Gate]
+    """Likewise."""
     task: asyncio.Task[None]
+    front_ends: list[Attached]
+
+    def of(self, number: int) -> int:
+        """Which of them the caller ``number`` reached."""
+        return number % len(self.generations)
 
 
 class AttackedPod:
@@ -63,7 +74,8 @@ class AttackedPod:
     Raises ``AssertionError`` at the first thing that must not be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, front_ends: int = 0) -> None:
+        self._front_ends = front_ends
         self._stack = ExitStack()
         self.loop = VirtualLoop()
         self._stack.callback(self.loop.close)
@@ -186,7 +198,10 @@ class AttackedPod:
             self._run(self._end_boot())
             gate = self.boot.supervisor.gate
             assert (gate.unfinished, gate.parked, self.boot.engine.running) == (0, 0, 0)
-            assert not self.boot.generation._requests, "a request is still in the registry"
+            for generation in self.boot.generations:
+                assert not generation._requests, "a request is still in the registry"
+            for mine in self.boot.gates:
+                assert (mine.unfinished, mine.parked) == (0, 0)
             assert all(c.task.done() for c in self.callers), "a caller was never answered"
             left = asyncio.all_tasks(self.loop)
             assert not left, f"tasks are left: {left}"
@@ -241,7 +256,9 @@ class AttackedPod:
 
     def _call(self, operation: StartRequest | StartOpenAI) -> None:
         number = next(self._ids)
-        caller = Caller(f"r{number}", [7, number], operation, self.boot.engine, self.loop.now)
+        caller = Caller(
+            f"r{number}", number, [7, number], operation, self.boot.engine, self.loop.now
+        )
         if isinstance(operation, StartRequest) and operation.continues:
             cut = next((c for c in reversed(self.callers) if c.is_continuable), None)
             if cut:
@@ -265,7 +282,8 @@ class AttackedPod:
                 "timeout_s": operation.timeout_s,
             }
         )
-        caller.answer = await self.boot.generation.generate(
+        boot = self.boot
+        caller.answer = await boot.generations[boot.of(caller.number)].generate(
             request,
             gone=caller.until_gone,
             on_admit=caller.on_admit,
@@ -276,7 +294,7 @@ class AttackedPod:
         """As the engine's own server does it: pass by pass, until it does not go on."""
         assert isinstance(caller.operation, StartOpenAI)
         call = GatedCall(
-            self.boot.supervisor.gate, returns_partials=False,
+            self.boot.gates[self.boot.of(caller.number)], returns_partials=False,
             timeout_s=caller.operation.timeout_s, on_answered=lambda *_: None,
         )  # fmt: skip
         left = caller.operation.tokens
@@ -299,7 +317,8 @@ class AttackedPod:
             {"request_id": caller.request_id, "prompt_token_ids": [1]}
         )
         try:
-            await self.boot.generation.generate(request)
+            # by the next front end, where there are several
+            await self.boot.generations[self.boot.of(caller.number + 1)].generate(request)
         except DuplicateRequest:
             return
         except (NotReady, Draining):
@@ -311,8 +330,13 @@ class AttackedPod:
 
         async def delete() -> None:
             try:
-                answer = await boot.generation.cancel(caller.request_id)
-            except EngineDeadError:
+                answer = await boot.generations[boot.of(caller.number + 1)].cancel(
+                    caller.request_id
+                )
+                if answer is None and boot.front_ends:
+                    other = boot.front_ends[boot.of(caller.number + 1)].front_end
+                    answer = await other.cancel(caller.request_id)
+            except (EngineDeadError, ChannelClosed, CallFailed):
                 return
             if answer is not None:
                 caller.deleted = answer
@@ -326,16 +350,25 @@ class AttackedPod:
         engine = AttackedEngine(broken=self.oracle.breaks, loads=self.oracle.loads)
         engine.agent = self.agent
         engine.turns = lambda: self.loop.turns
+        gate = SharedGate(engine) if self._front_ends else Gate(engine)
         supervisor = Supervisor(
             engine,
             self.agent,
             Store(self._folder, first_desired=self._root / "first.json"),
             drain_timeout_s=1.0,
             heartbeat_timeout_s=60.0,
+            gate=gate,
         )
-        generation = Generation(engine, supervisor.gate, max_model_len=lambda: 100_000)
+        front_ends: list[Attached] = []
+        if isinstance(gate, SharedGate):
+            front_ends = front_ends_of(gate, engine, self._front_ends)
+            generations = [each.generation for each in front_ends]
+            gates = [each.front_end.gate for each in front_ends]
+        else:
+            generations = [Generation(engine, gate, max_model_len=lambda: 100_000)]
+            gates = [gate]
         task = asyncio.get_running_loop().create_task(supervisor.run(), name="supervisor")
-        boot = Boot(engine, supervisor, generation, task)
+        boot = Boot(engine, supervisor, generations, gates, task, front_ends)
         self.oracle.booted(supervisor, engine)
         task.add_done_callback(self.oracle.exits)
         return boot
@@ -365,6 +398,8 @@ class AttackedPod:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self.oracle.join()
+        for front_end in self.boot.front_ends:
+            await front_end.end()
         await self.boot.engine.shutdown()
 
     def _mind(self) -> None:

@@ -21,9 +21,11 @@ STEPS = 50
 class Machine(RuleBasedStateMachine):
     """Each rule does one operation, then lets the pod go on for a while."""
 
+    FRONT_ENDS = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.pod = AttackedPod()
+        self.pod = AttackedPod(front_ends=self.FRONT_ENDS)
         self.is_broken = False
 
     def do(self, operation: attack.Operation, let: attack.Let) -> None:
@@ -89,12 +91,21 @@ class Machine(RuleBasedStateMachine):
         self.pod.close()
 
 
+class SharedMachine(Machine):
+    """The same, where several front ends answer."""
+
+    FRONT_ENDS = 2
+
+
 @pytest.mark.timeout(max(120, EXAMPLES))
-def test_whatever_comes_the_invariants_hold_and_the_newest_document_wins() -> None:
+@pytest.mark.parametrize(
+    ("machine", "examples"), [(Machine, EXAMPLES), (SharedMachine, EXAMPLES // 2)]
+)
+def test_whatever_comes_the_invariants_hold_and_the_newest_document_wins(machine, examples) -> None:
     run_state_machine_as_test(
-        Machine,
+        machine,
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=examples,
             stateful_step_count=STEPS,
             deadline=None,
             print_blob=True,

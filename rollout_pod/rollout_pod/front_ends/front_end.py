@@ -170,7 +170,7 @@ class FrontEnd:
         """What it asks for."""
         return {
             "cancel": self._cancel,
-            "wait_idle": lambda timeout_s: self.gate.wait_idle(timeout_s=timeout_s),
+            "wait_idle": self._wait_idle,
             "cancel_one": self._cancel_one,
             "settle": self._settle,
             "metrics": self._own_metrics,
@@ -179,11 +179,14 @@ class FrontEnd:
     async def count(self) -> None:
         """Tell how many requests there are, when that changes. Until cancelled."""
         while True:
-            counts = (self.gate.unfinished, self.gate.parked)
-            if counts != self._counted:
-                self._counted = counts
-                self.channel.tell("counts", *counts)
+            self._tell_counts()
             await asyncio.sleep(COUNT_PERIOD_S)
+
+    def _tell_counts(self) -> None:
+        counts = (self.gate.unfinished, self.gate.parked)
+        if counts != self._counted:
+            self._counted = counts
+            self.channel.tell("counts", *counts)
 
     def _take_facts(self, facts: list[Any]) -> None:
         self._facts = msgspec.convert(facts, Facts)
@@ -195,7 +198,13 @@ class FrontEnd:
         counts = await self.gate.cancel(timeout_s=timeout_s, mode=InterruptionMode(mode))
         if counts is None:
             raise AssertionError("only a drain is broken off, and that is the other side's")
+        self._tell_counts()  # before the answer: a pod at rest says so
         return [counts.aborted, counts.finished, counts.tokens_returned, counts.kept]
+
+    async def _wait_idle(self, timeout_s: float) -> bool:
+        is_idle = await self.gate.wait_idle(timeout_s=timeout_s)
+        self._tell_counts()
+        return is_idle
 
     async def _cancel_one(self, request_id: str) -> str | None:
         answer = await self.generation.cancel(request_id) if self.generation else None
