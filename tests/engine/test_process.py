@@ -3,14 +3,16 @@
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
 from examples.tiny_models import make
-from tests.support.engine_kit import checkpoint, prompts, reference
-from tests.support.process import ServeProcess, serve_process
+from tests.support.engine_kit import BASE_ARGS, checkpoint, prompts, reference
+from tests.support.process import ServeProcess, command_of, serve_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -33,9 +35,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def pod(base: Path, versions: Path) -> Iterator[ServeProcess]:
-    with serve_process(base, f"--source={versions}/{{version}}") as pod:
+@pytest.fixture(scope="module", params=["one process", "two front ends"])
+def pod(request: pytest.FixtureRequest, base: Path, versions: Path) -> Iterator[ServeProcess]:
+    args = BASE_ARGS if request.param == "one process" else (*BASE_ARGS, "--api-server-count=2")
+    with serve_process(base, f"--source={versions}/{{version}}", engine_args=args) as pod:
         pod.start()
         pod.serving("base")
         yield pod
@@ -345,6 +348,30 @@ def test_sigterm_cuts_what_outlasts_the_drain(base: Path) -> None:
         answer = running.result(10)
         assert (answer.is_cancel, answer.cancel_reason) == (True, "draining")
         assert pod.is_greedy(base, prompts(1)[0], answer)
+
+
+@pytest.mark.parametrize("victim", ["a front end", "the steering process"])
+def test_no_front_end_outlives_the_others(base: Path, victim: str) -> None:
+    args = (*BASE_ARGS, "--api-server-count=2")
+    with serve_process(base, engine_args=args) as pod:
+        pod.start()
+        pod.serving("base")
+        assert pod.process
+        family = psutil.Process(pod.process.pid).children(recursive=True)
+        running = [pod.begin(prompt, LONG) for prompt in prompts(8)]
+        while pod.metric("rollout_unfinished ") < 8:
+            time.sleep(0.01)
+        if victim == "a front end":
+            next(p for p in family if "front-end" in command_of(p)).kill()
+            assert pod.process.wait(30) == 1
+            assert "front end 1 ended" in pod.tail() or "front end 2 ended" in pod.tail()
+        else:
+            pod.process.kill()
+            pod.process.wait(10)
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive, alive
+        wait(running, timeout=20)
+        assert all(future.done() for future in running), "a caller is left waiting"
 
 
 def test_a_hung_engine_ends_the_container(base: Path) -> None:

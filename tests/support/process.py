@@ -166,8 +166,12 @@ class ServeProcess:
         return httpx.get(f"http://{self.data}{path}", timeout=10).status_code
 
     def metric(self, name: str) -> float:
+        """Of several processes: what the steering one says."""
         text = httpx.get(f"http://{self.data}/metrics", timeout=10).text
-        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+        shared = name.rstrip() + '{front_end="main"}'
+        return next(
+            float(line.split()[-1]) for line in text.splitlines() if line.startswith((name, shared))
+        )
 
     def child(self, *words: str) -> psutil.Process:
         """The one descendant whose command line or title holds all the words."""

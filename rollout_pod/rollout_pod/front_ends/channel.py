@@ -27,7 +27,8 @@ class Channel:
     """One end. All methods run on the event loop's thread.
 
     Notes and calls arrive in the order in which they were sent. A note's handler has run when the
-    next frame is looked at; that of a call is begun as a task then.
+    next frame is looked at, while that of a call begins in a later turn: a call sees all notes
+    that were sent before it, and may see some that were sent after it.
 
     Args:
         send: hands a frame to the transport; must not block.
