@@ -20,9 +20,8 @@ from benchmarks.synthetic import SHAPES, make_tensors, specs
 from rollout_pod.weights.buckets import make_plan
 from rollout_pod.weights.cuda import Cuda
 from rollout_pod.weights.manifest import Manifest
-from rollout_pod.weights.memory import address_of
 from rollout_pod.weights.pinned import pin, runs, unpin
-from rollout_pod.weights.segment import Segment
+from rollout_pod.weights.segment import Segment, address_of
 from rollout_pod.weights.sender import Session
 from rollout_pod.weights.trainer import SentWeights, WeightSender
 

@@ -54,6 +54,7 @@ def test_every_byte_arrives(gpu: Cuda, there, how: str, bucket_bytes: int) -> No
         sent, report = send(sender, rank, f"v{number}", tensors)
         assert sent.transport == ("cuda_ipc" if how != "shared_memory" else how)
         assert sent.mode == ("direct" if how == "direct" else "bucketed")
+        assert sent.reason == ""
         assert sent.bytes == report["bytes"]
         assert rank.holds(tensors)
     assert report["path"] == "replayed"
@@ -79,6 +80,28 @@ def test_moved_tensors_are_found_and_freed_ones_never_read(gpu: Cuda, there) -> 
     torch.cuda.empty_cache()
     send(sender, rank, "v2", tensors)
     assert rank.holds(tensors)
+    sender.close()
+
+
+def test_a_rank_waits_for_a_gpu_that_is_slow_to_fill(gpu: Cuda, there) -> None:
+    """Messages run ahead of the copies; the copies do not run ahead of each other."""
+    shape, rank = there
+    sender = WeightSender([rank.socket], device=gpu, mode="bucketed", bucket_bytes=1 << 16)
+    tensors = make_tensors(SHAPES[shape], WHERE, 1)
+    send(sender, rank, "v0", tensors)
+
+    def late() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            torch.cuda._sleep(2_000_000)  # a millisecond, in which the bucket holds the last one
+            yield name, tensor + 1
+
+    for number in range(5):
+        sent, report = send(sender, rank, f"v{number + 1}", late())
+        assert (sent.mode, report["path"]) == ("bucketed", "replayed")
+        assert dict(report["steps"])["filled"] > 0
+        assert rank.holds({name: tensor + 1 for name, tensor in tensors.items()})
+        for tensor in tensors.values():
+            tensor.add_(3)
     sender.close()
 
 

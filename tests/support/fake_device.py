@@ -25,6 +25,8 @@ class FakeDevice:
         self.pinned: dict[int, int] = {}
         self.poolish: set[int] = set()
         """Addresses of allocations that no handle can carry."""
+        self.held: list[tuple[int, int]] | None = None
+        """Signals that are queued and not done; None: each is done at once."""
         self._made: dict[int, tuple[str, mmap.mmap, int]] = {}
         self._opened: dict[int, mmap.mmap] = {}
 
@@ -109,7 +111,35 @@ class FakeDevice:
         self.pinned[address] = nbytes
 
     def unregister(self, address: int) -> None:
-        del self.pinned[address]
+        size = self.pinned.pop(address)
+        if self.held:
+            self.held = [each for each in self.held if not 0 <= each[0] - address < size]
+
+    def publish(self, address: int, nbytes: int) -> int:
+        self._count("publish")
+        self.pinned[address] = nbytes
+        return address
+
+    def signal(self, address: int, value: int) -> None:
+        self._count("signal")
+        if self.held is not None:
+            self.held.append((address, value))
+        else:
+            ctypes.c_uint32.from_address(address).value = value
+
+    def hold(self) -> None:
+        """The GPU is busy from now on."""
+        self.held = []
+
+    def catch_up(self) -> None:
+        """All that was queued is done, and nothing is queued any more."""
+        self._finish()
+        self.held = None
+
+    def _finish(self) -> None:
+        held, self.held = self.held or [], None if self.held is None else []
+        for address, value in held:
+            ctypes.c_uint32.from_address(address).value = value
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
@@ -128,9 +158,11 @@ class FakeDevice:
 
     def synchronize(self) -> None:
         self._count("synchronize")
+        self._finish()
 
     def drain(self) -> None:
         self._count("drain")
+        self._finish()
 
     def _find(self, address: int) -> int | None:
         for start, (_, mapped, _) in self._made.items():

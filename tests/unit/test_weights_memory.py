@@ -171,7 +171,7 @@ def test_reports_survive_their_forms() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"v": 3}, {"v": "2"}, {"kind": "sent"}, {"seq": -1}, {"seq": True}, {"seq": 1.0},
+        {"v": 2}, {"v": "3"}, {"kind": "sent"}, {"seq": -1}, {"seq": True}, {"seq": 1.0},
         {"seq": None}, {"session": ""}, {"session": b"s"}, {"segment": "../x"},
         {"segment": ".hidden"}, {"entries": [[0, 0, 0]]}, {"entries": [[0, 0, 0, -1]]},
         {"entries": {}}, {"more": 1},
@@ -179,7 +179,7 @@ def test_reports_survive_their_forms() -> None:
 )  # fmt: skip
 def test_messages_are_strict(change: dict) -> None:
     good = {
-        "v": 2, "kind": "bucket", "session": "s", "seq": 0, "segment": "x", "base": 0,
+        "v": 3, "kind": "bucket", "session": "s", "seq": 0, "segment": "x", "base": 0,
         "length": 1, "entries": [[0, 0, 0, 1]],
     }  # fmt: skip
     assert wire.decode_to_rank(msgpack.packb(good)).seq == 0
@@ -188,7 +188,7 @@ def test_messages_are_strict(change: dict) -> None:
 
 
 def test_agents_messages_are_strict() -> None:
-    good = {"v": 2, "kind": "send", "id": 1, "session": "s", "timeout": 1}
+    good = {"v": 3, "kind": "send", "id": 1, "session": "s", "timeout": 1}
     assert agent_wire.decode_to_agent(msgpack.packb(good)).timeout == 1
     for change in ({"timeout": 0}, {"timeout": float("nan")}, {"id": -1}, {"kind": "done"}):
         with pytest.raises(wire.WireError):

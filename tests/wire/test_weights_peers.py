@@ -20,6 +20,7 @@ from rollout_pod.weights.receiver import Receiver
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.segment import Segment
 from rollout_pod.weights.sender import Session, TransferFailed
+from rollout_pod.weights.wire import PROTOCOL
 from tests.support.weights import (
     Gate,
     ModelLoader,
@@ -299,16 +300,16 @@ async def test_no_acknowledgement_before_the_load(place: Place, raw: RawSender) 
 
 
 async def test_garbage(place: Place, raw: RawSender) -> None:
-    other = msgpack.packb({"v": 3, "kind": "hello", "session": "s1"})
-    unknown = msgpack.packb({"v": 2, "kind": "please"})
-    extra = msgpack.packb({"v": 2, "kind": "abort", "session": "s", "reason": "", "more": 1})
-    loose = msgpack.packb({"v": 2, "kind": "abort", "session": 5, "reason": ""})
+    other = msgpack.packb({"v": PROTOCOL + 1, "kind": "hello", "session": "s1"})
+    unknown = msgpack.packb({"v": PROTOCOL, "kind": "please"})
+    extra = msgpack.packb({"v": PROTOCOL, "kind": "abort", "session": "s", "reason": "", "more": 1})
+    loose = msgpack.packb({"v": PROTOCOL, "kind": "abort", "session": 5, "reason": ""})
     for junk, words in (
         (b"", "no msgpack"),
         (b"\xc1", "no msgpack"),
         (b"\x93\x01\x02\x03", "no msgpack map"),
         (b"\x80\x04\x95", "no msgpack"),  # how a pickle begins
-        (other, "the peer speaks protocol 3, this side 2"),
+        (other, f"the peer speaks protocol {PROTOCOL + 1}, this side {PROTOCOL}"),
         (unknown, "kind"),
         (extra, "more"),
         (loose, "session"),

@@ -18,7 +18,7 @@ from rollout_pod.weights.device import HANDLE_BYTES, DeviceError, Exported, NotE
 _BUFFER_ID: Final = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _LEGACY_IPC: Final = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
-_PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE
+_PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_*
 _GRANULE: Final = 2 << 20
 """Smaller allocations share a block, and a handle opens the block."""
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_*
@@ -219,6 +219,29 @@ class Cuda:
         """See ``Device``."""
         with self.current():
             _call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def publish(self, address: int, nbytes: int) -> int:
+        """See ``Device``."""
+        found = ctypes.c_uint64()
+        host = ctypes.c_void_p(address)
+        with self.current():
+            _call("cuMemHostRegister_v2", host, _size(nbytes), _PORTABLE | _MAPPED)
+            try:
+                _call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), host, 0)
+            except DeviceError:
+                _call("cuMemHostUnregister", host)
+                raise
+        return found.value
+
+    def signal(self, address: int, value: int) -> None:
+        """See ``Device``."""
+        # without a flag the driver puts a fence for the whole system before the write
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self.ordinal).cuda_stream)
+        with self.current():
+            _call(
+                "cuStreamWriteValue32_v2", stream, _address(address), ctypes.c_uint32(value),
+                ctypes.c_uint(0),
+            )  # fmt: skip
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         """See ``Device``."""

@@ -90,6 +90,16 @@ class Device(Protocol):
     def unregister(self, address: int) -> None:
         """Undo ``register``."""
 
+    def publish(self, address: int, nbytes: int) -> int:
+        """Pin host memory that the GPU shall write to; ``unregister`` undoes it. Returns where it
+        is for ``signal``.
+        """
+
+    def signal(self, address: int, value: int) -> None:
+        """Queue that 32 bits are written there, when all that this thread queued before is done
+        and can be seen by other processes.
+        """
+
     def tensor(self, address: int, nbytes: int) -> "torch.Tensor":
         """Device memory as a ``uint8`` tensor that owns nothing."""
 

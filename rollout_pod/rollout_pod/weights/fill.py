@@ -2,6 +2,7 @@
 
 import functools
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,10 +14,10 @@ from rollout_pod.weights.buckets import WINDOW, Bucket, align
 from rollout_pod.weights.copies import Copy
 from rollout_pod.weights.device import Device, DeviceError, Exported
 from rollout_pod.weights.manifest import Manifest
-from rollout_pod.weights.memory import address_of
 from rollout_pod.weights.pinned import pin, runs, unpin
+from rollout_pod.weights.progress import SENDER, Counters
 from rollout_pod.weights.replay import HostReplayer, KernelReplayer, Prepared, Replayer
-from rollout_pod.weights.segment import Segment
+from rollout_pod.weights.segment import Segment, address_of
 from rollout_pod.weights.spec import TensorSpec
 
 
@@ -50,6 +51,8 @@ class Ring(Protocol):
     """Of one bucket."""
     tables: "Tables | None"
     """Fills it by one kernel, out of tensors on the same device; None where torch copies."""
+    counters: Counters | None
+    """Where it is counted what is filled; None where ``wait`` comes before a bucket is told of."""
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes, as ``uint8``."""
@@ -99,6 +102,7 @@ class SegmentRing:
         )
         self.name = self.segment.name
         self.tables: Tables | None = None
+        self.counters: Counters | None = None
         self._device = device
         self._pinned: list[int] = []
         if device is not None:
@@ -139,6 +143,7 @@ class DeviceRing:
         self.exported: Exported = device.export(self._address)
         self._memory = device.tensor(self._address, WINDOW * self.size)
         self.tables: Tables | None = Tables(self._address, self._memory.device)
+        self.counters: Counters | None = None
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """See ``Ring``."""
@@ -172,14 +177,22 @@ class Filler:
         self._manifest = manifest
         self._ring = ring
         self._tensor = torch.empty(0)
+        self._alive: deque[tuple[int, list[torch.Tensor]]] = deque()
+        """What queued copies read, and the count at which they are done."""
 
-    def fill(self, bucket: Bucket, base: int) -> None:
-        """Put a bucket at ``base``; all of it is there when this returns.
+    def fill(self, bucket: Bucket, base: int) -> int:
+        """Put a bucket at ``base``, of which nobody reads any more.
+
+        Returns:
+            All of it is there when the ring's own counter has come to this; 0 if it is there now.
 
         Raises:
             SourceChangedError: the tensors differ from the manifest.
         """
         alive: list[torch.Tensor] = []  # what queued copies read
+        counters = self._ring.counters
+        while counters and self._alive and counters.read(SENDER) >= self._alive[0][0]:
+            self._alive.popleft()
         copies: list[Copy] = []
         tables = self._ring.tables
         for index, offset, start, nbytes in bucket.entries:
@@ -197,7 +210,12 @@ class Filler:
                 _copy(self._ring.view(base + offset, nbytes), data)
         if copies and tables is not None:
             tables.run(bucket.seq, copies)
+        if counters is not None:
+            filled = counters.queue()
+            self._alive.append((filled, alive))
+            return filled
         self._ring.wait()
+        return 0
 
     def end(self) -> None:
         """Raise ``SourceChangedError`` if there are more tensors."""

@@ -1,5 +1,6 @@
 """The loading half of a receiver: buckets off a queue, into the model."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -9,11 +10,13 @@ from dataclasses import dataclass, field
 
 from rollout_pod.weights import wire
 from rollout_pod.weights.assemble import Assembler
+from rollout_pod.weights.buckets import BucketError
 from rollout_pod.weights.copies import Piece
 from rollout_pod.weights.incoming import Failed, Incoming
 from rollout_pod.weights.loader import Loader, ReplayingLoader
 from rollout_pod.weights.manifest import Manifest
-from rollout_pod.weights.memory import Memories
+from rollout_pod.weights.memory import Memories, Source
+from rollout_pod.weights.progress import SENDER, Counters, Waiting
 from rollout_pod.weights.talking import ERROR_CHARS
 
 log = logging.getLogger(__name__)
@@ -44,8 +47,11 @@ class Loading:
     touched: bool = False
     """Whether a byte of the model may have changed, or its state is one that needs a flush."""
     steps: dict[str, float] = field(default_factory=dict)
-    """Seconds: until the first bytes came, then waiting for more, and loading, of which ``settle``
-    is the part from the last call to the end of its copies."""
+    """Seconds: until the first bytes came, then waiting for more, for the sender's GPU
+    (``filled``), and loading, of which ``settle`` waits for the end of copies."""
+
+    _queued: bool = field(default=False, init=False)
+    """Copies whose end nobody has waited for."""
 
     def run(self, *, flush: bool) -> tuple[int, int]:
         """Load until ``finish``; returns how many tensors and bytes the loader was given.
@@ -53,6 +59,15 @@ class Loading:
         Raises:
             LoadError: the session failed, timed out, or is incomplete; or what the loader raised.
         """
+        try:
+            return self._run(flush=flush)
+        except BaseException:
+            # whoever hears of the end takes the memory back that queued copies read
+            with contextlib.suppress(Exception):
+                self._settle()
+            raise
+
+    def _run(self, *, flush: bool) -> tuple[int, int]:
         loader = self.loader
         if flush:
             self.touched = True
@@ -83,6 +98,8 @@ class Loading:
         wanted = self.manifest.names
         if not whole and given != wanted:
             raise LoadError(f"{len(given)} tensors were loaded, the manifest has {len(wanted)}")
+        if self._queued:
+            self._timed("settle", self._settle)
         self._timed("finish", loader.finish)
         return len(self.manifest.tensors), self.manifest.nbytes
 
@@ -91,7 +108,10 @@ class Loading:
         try:
             call()
         finally:
-            self.steps[step] = self.steps.get(step, 0.0) + time.monotonic() - started
+            self._count(step, started)
+
+    def _count(self, step: str, started: float) -> None:
+        self.steps[step] = self.steps.get(step, 0.0) + time.monotonic() - started
 
     def _next(self, step: str, tensors: int) -> "wire.BucketReady | wire.Direct | wire.Finish":
         started = time.monotonic()
@@ -102,7 +122,7 @@ class Loading:
             self._fail(reason)
             raise LoadError(reason) from None
         finally:
-            self.steps[step] = self.steps.get(step, 0.0) + time.monotonic() - started
+            self._count(step, started)
         with self.lock:
             failure = self.incoming.failure
         if failure or isinstance(work, Failed):
@@ -115,13 +135,21 @@ class Loading:
         """Load and acknowledge, only then; returns the names that are complete by it."""
         session = self.incoming.session
         seq = work.seq if isinstance(work, wire.BucketReady) else 0
+        copied = 0
         try:
             if isinstance(work, wire.BucketReady):
-                self._timed("load", lambda: self._bucket(assembler, work))
+                source = assembler.find(work)
+                if work.filled:
+                    self._timed("filled", lambda: self._await_fill(work))
+                started = time.monotonic()
+                copied = self._bucket(assembler, work, source)
+                self._count("load", started)
                 names: Collection[str] = assembler.completed(work)
             else:
                 self._timed("load", lambda: self._direct(assembler, work))
                 names = self.manifest.names
+        except LoadError:
+            raise
         except Exception as error:
             log.exception("bucket %d of session %s failed", seq, session)
             reason = f"bucket {seq}: {type(error).__name__}: {error}"[:ERROR_CHARS]
@@ -130,11 +158,34 @@ class Loading:
             raise LoadError(reason) from error
         with self.lock:
             self.incoming.acked += 1
-        self.post(wire.Ack(session=session, seq=seq, ok=True))
+        self.post(wire.Ack(session=session, seq=seq, ok=True, copied=copied))
         return names
 
-    def _bucket(self, assembler: Assembler, bucket: wire.BucketReady) -> None:
-        source = assembler.find(bucket)
+    def _counters(self) -> Counters:
+        if self.memories.counters is None:
+            raise BucketError("the sender counts, and no counters are mapped")
+        return self.memories.counters
+
+    def _await_fill(self, bucket: wire.BucketReady) -> None:
+        """Until the sender's GPU has filled it. Never by this rank's stream: a sender that is gone
+        would stop it for good.
+        """
+        counters, waiting = self._counters(), Waiting()
+        while counters.read(SENDER) < bucket.filled:
+            with self.lock:
+                failure = self.incoming.failure
+            if failure:
+                raise LoadError(failure)
+            if time.monotonic() > self.deadline:
+                reason = f"timed out: bucket {bucket.seq} was announced and is not filled"
+                self._fail(reason)
+                raise LoadError(reason)
+            time.sleep(waiting.pause_s)
+
+    def _bucket(self, assembler: Assembler, bucket: wire.BucketReady, source: Source) -> int:
+        """Load it. Returns what this rank's counter comes to when the bucket's memory may be used
+        again; 0 if it may now.
+        """
         if isinstance(self.loader, ReplayingLoader):
             # an equal window of the same mapping holds the same pieces in every update
             key = (source.serial, self.manifest.digest, bucket.base, bucket.entries)
@@ -146,7 +197,11 @@ class Loading:
         whole = assembler.take(bucket, source)
         if whole:
             self.loader.load(whole)
+        if bucket.filled and not assembler.wanted:
+            self._queued = True
+            return self._counters().queue()
         self._timed("settle", self._settle)
+        return 0
 
     def _direct(self, assembler: Assembler, message: wire.Direct) -> None:
         if isinstance(self.loader, ReplayingLoader):

@@ -1,6 +1,5 @@
 """A sender's memory, as the process that loads sees it: mapped once, kept while it is of use."""
 
-import ctypes
 import itertools
 import logging
 import mmap
@@ -16,7 +15,8 @@ import torch
 
 from rollout_pod.weights.device import Device, DeviceError
 from rollout_pod.weights.pinned import pin, runs, unpin
-from rollout_pod.weights.segment import Attached, attach
+from rollout_pod.weights.progress import Counters, open_counters
+from rollout_pod.weights.segment import Attached, AttachError, address_of, attach
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +175,8 @@ class Memories:
         self._by_handle: dict[bytes, Region] = {}
         self.generation = next(_serials)
         """Changes whenever something that outlives a load is mapped or unmapped."""
+        self.counters: Counters | None = None
+        """Of the sender; None where each side waits for its own copies before it speaks."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -206,6 +208,22 @@ class Memories:
             for name in segments:
                 if name not in self._kept:
                     self._keep(name, PinnedMapping.open(self.shm_dir, name, self.device))
+
+    def count(self, name: str | None, rank: int) -> str:
+        """Map a sender's counters, instead of what there was of them.
+
+        Returns:
+            Why that does not work; empty if it does, or if there are none.
+        """
+        with self._idle():
+            self._drop_counters()
+            if name is None or self.device is None:
+                return ""
+            try:
+                self.counters = open_counters(self.shm_dir, name, self.device, rank)
+            except (AttachError, DeviceError) as error:
+                return str(error) or repr(error)
+            return ""
 
     def probe(self, handle: bytes, offset: int, nbytes: int) -> bytes:
         """Read a few bytes of a sender's allocation.
@@ -254,6 +272,7 @@ class Memories:
         """
         try:
             with self._idle():
+                self._drop_counters()
                 for name, held in list(self._kept.items()):
                     if isinstance(held, Region) or held.stale:
                         self._drop(name)
@@ -264,6 +283,7 @@ class Memories:
     def close(self) -> None:
         """Unmap everything. Waits for a load."""
         with self.lock:
+            self._drop_counters()
             for name in list(self._kept):
                 self._drop(name)
 
@@ -283,6 +303,11 @@ class Memories:
         finally:
             self.lock.release()
 
+    def _drop_counters(self) -> None:
+        counters, self.counters = self.counters, None
+        if counters is not None:
+            counters.close()
+
     def _keep(self, name: str, held: "PinnedMapping | Region") -> None:
         self._kept[name] = held
         self.generation = next(_serials)
@@ -298,9 +323,3 @@ class Memories:
             held.close()
         except DeviceError:
             log.exception("%s cannot be unmapped", name)
-
-
-def address_of(mapped: mmap.mmap) -> int:
-    """Of its first byte."""
-    holder = ctypes.c_ubyte.from_buffer(mapped)
-    return ctypes.addressof(holder)

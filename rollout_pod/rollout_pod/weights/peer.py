@@ -33,8 +33,8 @@ class RankPeer:
     mapped: wire.Mapped | None = None
     accepted: bool = False
     problems: tuple[str, ...] = ()
-    acked: int = 0
-    """Buckets, in order."""
+    copied: list[int] = field(default_factory=list)
+    """Of each acknowledged bucket, in order: see ``wire.Ack``."""
     report: LoadReport | None = None
     refused: wire.Refused | None = None
     failed: str = ""
@@ -70,7 +70,7 @@ class RankPeer:
         self.welcome = self.mapped = self.report = self.refused = None
         self.accepted = False
         self.problems = ()
-        self.acked = 0
+        self.copied = []
         self.failed = self.unfit = ""
 
     def ask(self, hello: wire.Hello, *, tolerant: bool) -> None:
@@ -80,6 +80,11 @@ class RankPeer:
         self.welcome = None
         self.unfit = ""
         self.send(hello)
+
+    @property
+    def acked(self) -> int:
+        """Buckets, in order."""
+        return len(self.copied)
 
     @property
     def trouble(self) -> str:
@@ -157,8 +162,9 @@ class RankPeer:
         elif isinstance(message, wire.Ack):
             if message.ok and message.seq != self.acked:
                 raise wire.WireError(f"acknowledged bucket {message.seq} instead of {self.acked}")
-            self.acked += message.ok
-            if not message.ok:
+            if message.ok:
+                self.copied.append(message.copied)
+            else:
                 self.failed = self.failed or message.error
         elif isinstance(message, wire.Report):
             self.report = self.report or message.report()

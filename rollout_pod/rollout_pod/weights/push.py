@@ -69,16 +69,18 @@ def stream(
         clock.lap("plan")
         for bucket in plan.buckets:
             base = bucket.seq % WINDOW * ring.size
-            session.reserve(deadline)
+            session.reserve(deadline, ring.counters)
             clock.lap("room")
-            filler.fill(bucket, base)
+            filled = filler.fill(bucket, base)
             clock.lap("fill")
-            session.push(bucket, segment=ring.name, base=base)
+            session.push(bucket, segment=ring.name, base=base, filled=filled)
             clock.lap("push")
         filler.end()
+        reports = session.finish(deadline)
     except SourceChangedError as error:
         raise TransferFailed(str(error)) from error
-    reports = session.finish(deadline)
+    finally:
+        ring.wait()  # what queued copies read must not go before them
     clock.lap("end")
     return reports
 

@@ -4,6 +4,7 @@ Segments are plain files of a tmpfs. Python's ``multiprocessing.shared_memory`` 
 resource tracker removes segments that another process still needs.
 """
 
+import ctypes
 import errno
 import mmap
 import os
@@ -138,6 +139,12 @@ def attach(shm_dir: Path, name: str) -> Attached:
     finally:
         os.close(fd)
     return Attached(name, size, mapped)
+
+
+def address_of(mapped: mmap.mmap) -> int:
+    """Of its first byte."""
+    holder = ctypes.c_ubyte.from_buffer(mapped)
+    return ctypes.addressof(holder)
 
 
 def check_free(shm_dir: Path, size: int) -> None:

@@ -18,6 +18,7 @@ from rollout_pod.weights import wire
 from rollout_pod.weights.buckets import WINDOW, Bucket
 from rollout_pod.weights.manifest import Manifest, shorten
 from rollout_pod.weights.peer import RankPeer
+from rollout_pod.weights.progress import Counters, Waiting
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.segment import Segment
 
@@ -92,6 +93,8 @@ class Session:
     _manifest: Manifest | None = field(default=None, init=False)
     _mapped: tuple[object, str] = field(default=(None, ""), init=False)
     """What ``map`` was asked for last, and its digest."""
+    uncounted: str = field(default="", init=False)
+    """Why the ranks cannot use the counters of the last ``map``; empty if they can."""
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -193,26 +196,44 @@ class Session:
         *,
         device: Sequence[tuple[str, bytes, int]] = (),
         segments: Sequence[str] = (),
+        counters: str | None = None,
     ) -> None:
         """Let all ranks map this sender's memory, and nothing else of it, for this session and
-        later ones; after ``greet``. Regions of a GPU are (name, handle, bytes). Ranks that have
-        it all mapped are not asked again.
+        later ones; after ``greet``. Regions of a GPU are (name, handle, bytes), ``counters`` a
+        page as in ``progress``. Ranks that have it all mapped are not asked again.
 
         Raises:
             RanksError: a rank cannot, is lost or does not answer.
         """
-        what = (tuple(device), tuple(segments))
-        # thousands of handles are neither checked nor hashed again where they are the last ones
-        if what == self._mapped[0] and self._mapped[1] in self.holds:
+        if self.maps(device=device, segments=segments, counters=counters):
             return
-        message = wire.Memory(session=self.session, device=what[0], segments=what[1])
+        what = (tuple(device), tuple(segments), counters)
+        message = wire.Memory(
+            session=self.session, device=what[0], segments=what[1], counters=counters
+        )
         self._mapped = (what, message.digest)
-        if self._mapped[1] in self.holds:
-            return
         for rank in self._ranks:
             rank.mapped = None
             rank.send(message)
         self._wait_ranks(lambda rank: rank.mapped is not None, timeout_s, "memory")
+        said = [
+            f"rank {rank.rank}: {rank.mapped.uncounted}"
+            for rank in self._ranks
+            if rank.mapped is not None and rank.mapped.uncounted
+        ]
+        self.uncounted = "; ".join(shorten(said, 4))
+
+    def maps(
+        self,
+        *,
+        device: Sequence[tuple[str, bytes, int]] = (),
+        segments: Sequence[str] = (),
+        counters: str | None = None,
+    ) -> bool:
+        """Whether all ranks have exactly this mapped, by the last ``map``."""
+        # thousands of handles are neither checked nor hashed again where they are the last ones
+        what = (tuple(device), tuple(segments), counters)
+        return what == self._mapped[0] and self._mapped[1] in self.holds
 
     def direct(self, message: wire.Direct) -> None:
         """Let all ranks read all tensors where they lie; instead of buckets."""
@@ -250,18 +271,30 @@ class Session:
         if trouble:
             raise RanksError(trouble)
 
-    def reserve(self, deadline: float) -> None:
-        """Wait until fewer than two buckets are unacknowledged by any rank: the memory of the one
-        before the last is free then.
+    def reserve(self, deadline: float, counters: Counters | None = None) -> None:
+        """Wait until fewer than two buckets are unacknowledged by any rank, and copied as far as
+        ``counters`` tell: the memory of the one before the last is free then.
 
         Raises:
             TransferFailed: see ``finish``.
         """
         self._wait(lambda: self._sent - min(r.acked for r in self._ranks) < WINDOW, deadline)
+        before = self._sent - WINDOW
+        if counters is None or before < 0:
+            return
+        wanted = [(rank.rank + 1, rank.copied[before]) for rank in self._ranks]
+        waiting = Waiting()
+        self._wait(
+            lambda: all(counters.read(which) >= count for which, count in wanted if count),
+            deadline,
+            lambda: waiting.pause_s,
+        )
 
-    def push(self, bucket: Bucket, *, segment: str, base: int) -> None:
-        """Announce a bucket whose bytes lie at ``base`` of ``segment``, after ``reserve``."""
-        message = wire.BucketReady.of(self.session, bucket, segment, base)
+    def push(self, bucket: Bucket, *, segment: str, base: int, filled: int = 0) -> None:
+        """Announce a bucket whose bytes lie at ``base`` of ``segment`` when the sender's counter
+        has come to ``filled``; after ``reserve``.
+        """
+        message = wire.BucketReady.of(self.session, bucket, segment, base, filled)
         for rank in self._ranks:
             rank.send(message)
         self._sent += 1
@@ -334,7 +367,13 @@ class Session:
                 raise RanksError(f"{what}: no answer from rank {numbers} within {timeout_s} s")
             self._pump(TICK_S)
 
-    def _wait(self, done: Callable[[], bool], deadline: float) -> None:
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        deadline: float,
+        pause: Callable[[], float] | None = None,
+    ) -> None:
+        """With ``pause`` until the next look, where it is no message that says ``done``."""
         while True:
             trouble = self._trouble()
             if trouble:
@@ -351,7 +390,11 @@ class Session:
                     f"timed out; {acked} of {self._sent} buckets sent are loaded, "
                     f"rank {', '.join(late)} did not report"
                 )
-            self._pump(min(TICK_S, left))
+            if pause is None:
+                self._pump(min(TICK_S, left))
+            else:
+                time.sleep(pause())
+                self._pump(0)
 
     def _give_up(self, reason: str) -> None:
         self.abort(reason)

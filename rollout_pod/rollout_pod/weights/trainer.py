@@ -22,6 +22,7 @@ from rollout_pod.weights.device import Device, DeviceError, NotExportableError
 from rollout_pod.weights.direct import Exports
 from rollout_pod.weights.fill import DeviceRing, Ring, SegmentRing, fits, spec_of
 from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.progress import OwnCounters
 from rollout_pod.weights.push import stream
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.sender import TOKEN_BYTES, RanksError, Session, TransferFailed
@@ -100,6 +101,8 @@ class WeightSender:
         self._probe = self._probe_offset = 0
         self._probe_region: tuple[str, bytes, int] = ("", b"", 0)
         self._manifest: Manifest | None = None
+        self._counters: OwnCounters | None = None
+        self._uncountable = ""
 
     def send(
         self,
@@ -149,7 +152,8 @@ class WeightSender:
             with _step(steps, "manifest"):
                 link.offer(shown, deadline - time.monotonic())
             with _step(steps, "map"):
-                self._map(link, shown, direct, deadline)
+                slower = self._map(link, shown, direct, deadline)
+                reason = "; ".join(text for text in (reason, slower) if text)
             if on_accepted is not None:
                 with _step(steps, "accepted"):
                     on_accepted(name)
@@ -200,6 +204,7 @@ class WeightSender:
         self._hang_up("the sender was closed")
         self._drop_ring()
         self._free_old()
+        self._drop_counters()
         if self._exports is not None:
             self._exports.clear()
         if self._probe and self._device is not None:
@@ -283,8 +288,11 @@ class WeightSender:
 
     def _map(
         self, link: Session, manifest: Manifest, direct: Exports | None, deadline: float
-    ) -> None:
-        """Have the memory of this update, and have it mapped, unless it is already."""
+    ) -> str:
+        """Have the memory of this update, and have it mapped, unless it is already. Returns why
+        filling and copying do not overlap as they could.
+        """
+        counted: DeviceRing | None = None
         regions: list[tuple[str, bytes, int]] = []
         segments: list[str] = []
         if link.transport == "cuda_ipc":
@@ -296,10 +304,41 @@ class WeightSender:
             ring = self._obtain_ring(link, manifest)
             if isinstance(ring, DeviceRing):
                 regions.append((ring.name, ring.exported.handle, ring.exported.nbytes))
+                counted = ring
             else:
                 segments.append(ring.name)
-        link.map(deadline - time.monotonic(), device=regions, segments=segments)
+        counters = self._count(link, regions) if counted is not None else None
+        name = counters.name if counters is not None else None
+        link.map(deadline - time.monotonic(), device=regions, segments=segments, counters=name)
         self._free_old()
+        if counted is None:
+            return ""
+        why = link.uncounted if counters is not None else self._uncountable
+        counted.counters = None if why else counters
+        if counters is not None:
+            counters.hide()
+        return f"each side waits for its own copies: {why}" if why else ""
+
+    def _count(
+        self, link: Session, regions: Sequence[tuple[str, bytes, int]]
+    ) -> OwnCounters | None:
+        """A page of counters: the one that the ranks have, or a new one."""
+        have = self._counters
+        if have is not None and link.maps(device=regions, counters=have.name):
+            return have
+        self._drop_counters()
+        if self._device is not None and not self._uncountable:
+            world = self._world or len(self._paths)
+            try:
+                self._counters = OwnCounters(self._shm_dir, link.prefix, self._device, world)
+            except DeviceError as error:
+                self._uncountable = str(error)
+        return self._counters
+
+    def _drop_counters(self) -> None:
+        counters, self._counters = self._counters, None
+        if counters is not None:
+            counters.close()
 
     def _obtain_ring(self, link: Session, manifest: Manifest) -> Ring:
         plan = manifest.plan(self._bucket_bytes)

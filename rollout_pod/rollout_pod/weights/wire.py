@@ -16,7 +16,7 @@ from rollout_pod.weights.manifest import Manifest, digest_of
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.spec import TensorSpec
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 
 T = TypeVar("T")
 
@@ -130,26 +130,29 @@ class Rejected(Message):
 class Memory(Message):
     """Sender: map these; whatever of mine is not among them, unmap. For later updates too.
 
-    Device memory is ``(name, handle, nbytes)``; shared memory goes by its segments' names.
+    Device memory is ``(name, handle, nbytes)``; shared memory goes by its segments' names, of which
+    ``counters`` is a page as in ``progress``.
     """
 
     kind: Literal["memory"] = "memory"
     session: SessionId
     device: tuple[tuple[SegmentName, Handle, Count], ...] = ()
     segments: tuple[SegmentName, ...] = ()
+    counters: SegmentName | None = None
 
     @property
     def digest(self) -> str:
         """Of all that is to be mapped."""
-        return digest_of((self.device, self.segments))
+        return digest_of((self.device, self.segments, self.counters))
 
 
 class Mapped(Message):
-    """Rank: done; or why not."""
+    """Rank: done; or why not. ``uncounted``: why it cannot count, which is no error."""
 
     kind: Literal["mapped"] = "mapped"
     session: SessionId
     error: Text = ""
+    uncounted: Text = ""
 
 
 class Direct(Message):
@@ -175,7 +178,9 @@ class Direct(Message):
 
 
 class BucketReady(Message):
-    """Sender: a bucket lies at ``base`` of ``segment``. Entries as in ``buckets.Entry``."""
+    """Sender: a bucket lies at ``base`` of ``segment``, as soon as the sender's counter has come to
+    ``filled``. Entries as in ``buckets.Entry``.
+    """
 
     kind: Literal["bucket"] = "bucket"
     session: SessionId
@@ -184,13 +189,14 @@ class BucketReady(Message):
     base: Count
     length: Count
     entries: tuple[tuple[Count, Count, Count, Count], ...]
+    filled: Count = 0
 
     @classmethod
-    def of(cls, session: str, bucket: Bucket, segment: str, base: int) -> Self:
+    def of(cls, session: str, bucket: Bucket, segment: str, base: int, filled: int = 0) -> Self:
         """The bucket on the wire."""
         return cls(
             session=session, seq=bucket.seq, segment=segment, base=base, length=bucket.length,
-            entries=bucket.entries,
+            entries=bucket.entries, filled=filled,
         )  # fmt: skip
 
     def pieces(self) -> tuple[Entry, ...]:
@@ -199,13 +205,16 @@ class BucketReady(Message):
 
 
 class Ack(Message):
-    """Rank: the bucket is loaded, its memory may be used again; or why it could not be."""
+    """Rank: the bucket is loaded, its memory may be used again as soon as the rank's counter has
+    come to ``copied``; or why it could not be.
+    """
 
     kind: Literal["ack"] = "ack"
     session: SessionId
     seq: Count
     ok: bool
     error: Text = ""
+    copied: Count = 0
 
 
 class Finish(Message):
