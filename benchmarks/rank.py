@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,12 @@ class Rank:
         """One command, one answer."""
         self._say(command)
         return self._answer(150)
+
+    def beside(self, command: str, work: Callable[[], Any]) -> tuple[Any, Any]:
+        """One command, and ``work`` here at the same time; the answers of both."""
+        self._say(command)
+        done = work()
+        return self._answer(150), done
 
     def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether all of them are in its parameters, to the bit."""

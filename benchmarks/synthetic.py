@@ -7,6 +7,7 @@ answers each with one line of JSON. Nothing of an engine is in the figures.
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,8 +238,23 @@ class NothingLoader:
         """See ``Loader``."""
 
 
+def copy_ms(where: str, rounds: int, nbytes: int = 1 << 30) -> float:
+    """Milliseconds of one copy of ``nbytes``, of ``rounds`` one after the other."""
+    one = torch.zeros(nbytes, dtype=torch.uint8, device=where)
+    two = torch.empty_like(one)
+    two.copy_(one)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(rounds):
+        two.copy_(one)
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - started) / rounds
+
+
 def main(run_dir: str, shm_dir: str, shape_name: str, where: str) -> None:
-    """Commands: ``load SESSION VERSION``, ``nothing SESSION VERSION``, ``replay 0|1``, ``sums``."""
+    """Commands: ``load SESSION VERSION``, ``nothing SESSION VERSION``, ``replay 0|1``, ``sums``,
+    ``copy ROUNDS``.
+    """
     shape = SHAPES[shape_name]
     device = Cuda(torch.device(where).index or 0) if where != "cpu" else None
     loader = SyntheticLoader(shape, where, device)
@@ -265,6 +281,8 @@ def main(run_dir: str, shm_dir: str, shape_name: str, where: str) -> None:
             answer = report.as_dict()
         elif what == "replay":
             loader.replaying = words[0] == "1"
+        elif what == "copy":
+            answer = copy_ms(where, int(words[0]))
         elif what == "sums":
             answer = {name: int(checksum(loader.target(name))) for name in expected.tensors}
         print(json.dumps(answer), flush=True)

@@ -9,11 +9,14 @@ import psutil
 import pytest
 import torch
 
+from rollout_pod.weights import wire
 from rollout_pod.weights.device import NotExportableError
 from rollout_pod.weights.fill import spec_of
 from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.peer import RankPeer
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.sender import ManifestError, RanksError, TransferFailed
+from rollout_pod.weights.sender import ManifestError, RanksError, Session, TransferFailed
+from rollout_pod.weights.talking import Talker
 from rollout_pod.weights.trainer import SentWeights, WeightSender
 from tests.support.fake_device import FakeDevice
 from tests.support.weights import ModelLoader, Place, expected_of, mixed_tensors, same
@@ -378,3 +381,72 @@ def test_settings_that_contradict(tmp_path: Path, gpu) -> None:
         WeightSender([tmp_path], transport="cuda_ipc")
     with pytest.raises(ValueError, match="shared memory is filled"):
         WeightSender([tmp_path], transport="shared_memory", mode="direct", device=gpu)
+
+
+async def test_a_manifest_that_is_known_is_shown_with_the_greeting(
+    place, gpu, ranks_view, monkeypatch
+) -> None:
+    heard: list[str] = []
+    answer = Talker._answer
+
+    def listen(self, peer: bytes, message: wire.ToRank) -> wire.Message | None:
+        heard.append(message.kind)
+        return answer(self, peer, message)
+
+    monkeypatch.setattr(Talker, "_answer", listen)
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu, mode="direct")
+    held = gpu.give(FIRST)
+    waited = trainer_waits(monkeypatch)
+    await update(place, trainer, "step-0", held)
+    assert waited[:2] == ["hello", ""]  # the manifest is sent in its own wait
+    assert heard[:2] == ["hello", "manifest"]
+    heard.clear()
+    waited.clear()
+    _, loaders = await update(place, trainer, "step-1", held)
+    assert heard[:3] == ["hello", "manifest", "direct"]
+    assert waited[0].endswith("hello, then manifest")
+    assert same(loaders[0].model, FIRST)
+    trainer.close()
+
+
+def trainer_waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a session had sent each time it began to wait for its ranks."""
+    said: list[str] = []
+    since: list[str] = []
+    send, wait = RankPeer.send, Session._wait_ranks
+
+    def sends(self, message: wire.Message) -> None:
+        since.append(message.kind)
+        send(self, message)
+
+    def waits(self, *args) -> None:
+        said.append(", then ".join(since))
+        since.clear()
+        wait(self, *args)
+
+    monkeypatch.setattr(RankPeer, "send", sends)
+    monkeypatch.setattr(Session, "_wait_ranks", waits)
+    return said
+
+
+@pytest.mark.parametrize("why", ["forgotten", "another sender"])
+async def test_a_manifest_that_was_shown_too_early_is_shown_again(
+    place, gpu, ranks_view, why
+) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu)
+    held = gpu.give(FIRST)
+    await update(place, trainer, "step-0", held)
+    place.receivers[0]._talker._greeter._manifests.clear()
+    if why == "another sender":
+        other = sender(place, gpu)
+        await update(place, other, "step-1", gpu.give(mixed_tensors(1)))
+        place.receivers[0]._talker._greeter._manifests.clear()
+    held["layers.0.norm"].add_(1)
+    sent, loaders = await update(place, trainer, "step-2", held)
+    assert sent.mode == "direct"
+    assert same(loaders[0].model, held)
+    trainer.close()
+    if why == "another sender":
+        other.close()

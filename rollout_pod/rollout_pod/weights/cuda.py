@@ -62,7 +62,11 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *args: Any) -> None:
-    status = getattr(_driver(), name)(*args)
+    try:
+        function = getattr(_driver(), name)
+    except AttributeError:
+        raise DeviceError(f"{name}: this driver is too old for it") from None
+    status = function(*args)
     if status:
         _failed(name, status)
 

@@ -31,6 +31,8 @@ class RankPeer:
     """Why the transport that was asked for does not work, where others may be tried."""
     tolerant: bool = False
     mapped: wire.Mapped | None = None
+    early: bool = False
+    """A manifest was shown before the welcome, and not refused for that."""
     accepted: bool = False
     problems: tuple[str, ...] = ()
     copied: list[int] = field(default_factory=list)
@@ -68,7 +70,7 @@ class RankPeer:
         """Begin another session on this connection."""
         self.session = session
         self.welcome = self.mapped = self.report = self.refused = None
-        self.accepted = False
+        self.accepted = self.early = False
         self.problems = ()
         self.copied = []
         self.failed = self.unfit = ""
@@ -144,6 +146,9 @@ class RankPeer:
                 return
             if message.code == "transport" and self.tolerant:
                 self.unfit = message.message
+                return
+            if self.early and message.code in ("order", "stale"):
+                self.early = False
                 return
             self.refused = self.refused or message
         elif message.session != self.session:

@@ -20,6 +20,9 @@ from rollout_pod.weights.talking import ERROR_CHARS, Talker
 
 log = logging.getLogger(__name__)
 
+HAND_OVER_S = 0.05
+"""The sender waits for the report, which would else be sent when the interpreter comes to it."""
+
 
 class Receiver:
     """One rank's receiver.
@@ -133,5 +136,5 @@ class Receiver:
             steps=tuple(steps.items()),
         )
         if claimed is not None:
-            self._talker.post(claimed[0].peer, wire.Report.of(session, report))
+            self._talker.post(claimed[0].peer, wire.Report.of(session, report), HAND_OVER_S)
         return report

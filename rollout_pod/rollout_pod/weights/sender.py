@@ -91,6 +91,10 @@ class Session:
     _ranks: list[RankPeer] = field(default_factory=list, init=False)
     _sent: int = field(default=0, init=False)
     _manifest: Manifest | None = field(default=None, init=False)
+    _held: frozenset[str] = field(default=frozenset(), init=False)
+    """Digests that every rank remembered when it was last heard of."""
+    _early: str = field(default="", init=False)
+    """The digest of a manifest that was shown before the welcome."""
     _mapped: tuple[object, str] = field(default=(None, ""), init=False)
     """What ``map`` was asked for last, and its digest."""
     uncounted: str = field(default="", init=False)
@@ -119,6 +123,7 @@ class Session:
         self.session = session
         self._sent = 0
         self._manifest = None
+        self._early = ""
         for rank in self._ranks:
             rank.renew(session)
 
@@ -129,6 +134,7 @@ class Session:
         *,
         device: tuple[wire.DeviceProbe, bytes] | None = None,
         fallback: bool = False,
+        meanwhile: Callable[[], Manifest | None] | None = None,
     ) -> None:
         """Say hello to all ranks and agree on how bytes travel: ``transport``, ``reason``.
 
@@ -138,6 +144,8 @@ class Session:
                 page is made for it, for which there may be no room beside full segments.
             device: ask for CUDA IPC: where the token lies, and the token.
             fallback: whether it may be shared memory if some rank cannot open ``device``.
+            meanwhile: called once while the ranks are asked; a manifest that it returns and that
+                they know is shown at once, which saves ``offer`` an answer's time.
 
         Raises:
             RanksError: a rank is not there, refuses, or does not see the memory.
@@ -146,7 +154,11 @@ class Session:
         self.reason = ""
         if device is not None:
             where, token = device
-            self._hello("cuda_ipc", token, tolerant=fallback, timeout_s=timeout_s, device=where)
+            self._hello(
+                "cuda_ipc", token, tolerant=fallback, timeout_s=timeout_s, device=where,
+                meanwhile=meanwhile,
+            )  # fmt: skip
+            meanwhile = None
             unfit = [f"rank {rank.rank}: {rank.unfit}" for rank in self._ranks if rank.unfit]
             if not unfit:
                 return
@@ -158,7 +170,9 @@ class Session:
             own.map[:TOKEN_BYTES] = secrets.token_bytes(TOKEN_BYTES)
         try:
             token = probe.map[:TOKEN_BYTES]
-            self._hello("shared_memory", token, timeout_s=timeout_s, probe=probe.name)
+            self._hello(
+                "shared_memory", token, timeout_s=timeout_s, probe=probe.name, meanwhile=meanwhile
+            )
         finally:
             if own is not None:
                 own.close()
@@ -172,6 +186,7 @@ class Session:
         tolerant: bool = False,
         probe: str | None = None,
         device: wire.DeviceProbe | None = None,
+        meanwhile: Callable[[], Manifest | None] | None = None,
     ) -> None:
         self.transport = transport
         for rank in self._ranks:
@@ -180,9 +195,17 @@ class Session:
                 token=token, probe=probe, device=device,
             )  # fmt: skip
             rank.ask(hello, tolerant=tolerant)
+        manifest = meanwhile() if meanwhile is not None else None
+        if manifest is not None and manifest.digest in self._held:
+            self._early = manifest.digest
+            message = wire.Offer.of(self.session, manifest, held=self._held)
+            for rank in self._ranks:
+                rank.early = True
+                rank.send(message)
         self._wait_ranks(
             lambda rank: rank.welcome is not None or bool(rank.unfit), timeout_s, "hello"
         )
+        self._held = self.holds
 
     @property
     def holds(self) -> frozenset[str]:
@@ -250,15 +273,23 @@ class Session:
         """
         self._manifest = manifest
         message = wire.Offer.of(self.session, manifest, held=self.holds)
-        for rank in self._ranks:
-            rank.send(message)
-        self._wait_ranks(lambda rank: rank.accepted or bool(rank.problems), timeout_s, "manifest")
+        asked: set[int] = set()
+
+        def answered(rank: RankPeer) -> bool:
+            # one that refused to be shown it early has said so by now, or will
+            if rank.rank not in asked and not (rank.early and self._early == manifest.digest):
+                asked.add(rank.rank)
+                rank.send(message)
+            return rank.accepted or bool(rank.problems)
+
+        self._wait_ranks(answered, timeout_s, "manifest")
         said: dict[str, list[int]] = {}
         for rank in self._ranks:
             for problem in rank.problems:
                 said.setdefault(problem, []).append(rank.rank)
         if said:
             raise ManifestError([_who(who, len(self._ranks)) + what for what, who in said.items()])
+        self._held |= {manifest.digest}
 
     def check(self) -> None:
         """Look whether all ranks are still there, without waiting.

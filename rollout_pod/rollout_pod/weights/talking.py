@@ -54,7 +54,7 @@ class Talker:
         self.lock = threading.Lock()
         """Guards the state of the session, never held across I/O with a peer."""
         self._current: Incoming | None = None
-        self._outbox: deque[tuple[bytes, wire.Message]] = deque()
+        self._outbox: deque[tuple[bytes, wire.Message, threading.Event | None]] = deque()
         self._unreachable: dict[bytes, str] = {}  # of the thread only
         self._wake = self._inode = -1
         self._closing = threading.Event()
@@ -120,10 +120,15 @@ class Talker:
         self._notify()  # from now on the thread looks after the sender
         return (current, current.manifest), ""
 
-    def post(self, peer: bytes, message: wire.Message) -> None:
-        """Send from the loading thread."""
-        self._outbox.append((peer, message))
+    def post(self, peer: bytes, message: wire.Message, wait_s: float = 0.0) -> None:
+        """Send from the loading thread. With ``wait_s`` wait so long at most until it is sent: who
+        waits leaves the interpreter to the thread that sends.
+        """
+        sent = threading.Event() if wait_s and self._thread is not None else None
+        self._outbox.append((peer, message, sent))
         self._notify()
+        if sent is not None:
+            sent.wait(wait_s)
 
     def _notify(self) -> None:
         """Wake the thread, if there is one."""
@@ -154,7 +159,10 @@ class Talker:
                     os.eventfd_read(self._wake)
                 self._receive(socket)
                 while self._outbox:
-                    self._send(socket, *self._outbox.popleft())
+                    peer, message, sent = self._outbox.popleft()
+                    self._send(socket, peer, message)
+                    if sent is not None:
+                        sent.set()
                 if loading and time.monotonic() >= next_ping:
                     next_ping = time.monotonic() + PING_S
                     self._send(socket, loading.peer, wire.Ping(session=loading.session))

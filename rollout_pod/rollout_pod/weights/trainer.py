@@ -6,6 +6,7 @@ tensors) makes the second update as fast as its bytes can be moved.
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import threading
 import time
@@ -140,15 +141,12 @@ class WeightSender:
             with _step(steps, "drain"):
                 self._device.drain()
         try:
-            link = self._greet(name, deadline, steps)
-            with _step(steps, "look"):
-                direct, why = self._pick(version, tensors, link)
-                reason = "; ".join(text for text in (link.reason, why) if text)
-                if direct is not None and direct.manifest is not None:
-                    shown = direct.manifest
-                else:
-                    shown = self._describe(version, tensors, manifest)
-                self._manifest = shown
+            look = _Look(version, tensors, manifest)
+            link = self._greet(name, deadline, steps, look)
+            self._look(look, link, steps)
+            direct, shown = look.direct, look.shown
+            assert shown is not None  # noqa: S101 - _look() sets it
+            reason = "; ".join(text for text in (link.reason, look.why) if text)
             with _step(steps, "manifest"):
                 link.offer(shown, deadline - time.monotonic())
             with _step(steps, "map"):
@@ -213,7 +211,14 @@ class WeightSender:
 
     # --- the steps ---
 
-    def _greet(self, session: str, deadline: float, steps: dict[str, float]) -> Session:
+    def _greet(
+        self, session: str, deadline: float, steps: dict[str, float], look: "_Look | None" = None
+    ) -> Session:
+        meanwhile: Callable[[], Manifest | None] | None = None
+        known = self._session
+        if known is not None and look is not None and isinstance(look.tensors, Mapping):
+            # most likely it is the same transport again
+            meanwhile = functools.partial(self._look, look, known, steps)
         with _step(steps, "hello"):
             if self._session is None:
                 self._session = Session(
@@ -228,6 +233,7 @@ class WeightSender:
                 ring.segment if isinstance(ring, SegmentRing) else None,
                 device=self._token() if self._transport != "shared_memory" else None,
                 fallback=self._transport == "auto",
+                meanwhile=meanwhile,
             )
         return self._session
 
@@ -246,6 +252,19 @@ class WeightSender:
             gpu_uuid=device.uuid, handle=self._probe_region[1], offset=self._probe_offset
         )
         return where, token
+
+    def _look(self, look: "_Look", link: Session, steps: dict[str, float]) -> Manifest:
+        """Find out, once for a transport, in which mode an update goes, and what it consists of."""
+        if look.shown is None or look.transport != link.transport:
+            look.transport = link.transport
+            with _step(steps, "look"):
+                look.direct, look.why = self._pick(look.version, look.tensors, link)
+                if look.direct is not None and look.direct.manifest is not None:
+                    look.shown = look.direct.manifest
+                else:
+                    look.shown = self._describe(look.version, look.tensors, look.manifest)
+                self._manifest = look.shown
+        return look.shown
 
     def _pick(self, version: str, tensors: Tensors, link: Session) -> tuple[Exports | None, str]:
         """The exports, if the mode is direct; else None, and why."""
@@ -369,10 +388,10 @@ class WeightSender:
     ) -> tuple[LoadReport, ...]:
         message = exports.message
         assert message is not None  # noqa: S101 - renew() made it
-        whole = message.model_copy(update={"session": link.session})
+        news: dict[str, object] = {"session": link.session}
         if exports.digest in link.holds:
-            whole = whole.model_copy(update={"regions": (), "places": (), "same": exports.digest})
-        link.direct(whole)
+            news |= {"regions": (), "places": (), "same": exports.digest}
+        link.direct(message.model_copy(update=news))
         with _step(steps, "look again"):
             changed = exports.altered()  # while the ranks copy
         if changed:
@@ -384,6 +403,21 @@ class WeightSender:
         if link is not None:
             link.abort(reason)
             link.close()
+
+
+@dataclass
+class _Look:
+    """What an update was found to be."""
+
+    version: str
+    tensors: Tensors
+    manifest: Manifest | None
+    transport: wire.Transport | None = None
+    """For which it was found."""
+    direct: Exports | None = None
+    """If the ranks read the tensors in place; else ``why`` not."""
+    why: str = ""
+    shown: Manifest | None = None
 
 
 @contextlib.contextmanager
