@@ -17,6 +17,7 @@ BENCHMARKS: Final = {
     "update-direct": "benchmarks.update_direct",
     "update-moe": "benchmarks.update_moe",
     "update-shm": "benchmarks.update_shm",
+    "update-staged": "benchmarks.update_staged",
     "writes": "benchmarks.writes",
 }
 """Imported when asked for: some need an engine, some a cluster."""

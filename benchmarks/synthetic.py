@@ -7,6 +7,7 @@ answers each with one line of JSON. Nothing of an engine is in the figures.
 import contextlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rollout_pod.weights.buckets import ALIGN, align
 from rollout_pod.weights.copies import Copy, CopyPlan, Piece, place
 from rollout_pod.weights.cuda import Cuda
 from rollout_pod.weights.device import Device
@@ -24,7 +26,9 @@ from rollout_pod.weights.loader import Path as LoadPath
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.receiver import Receiver
 from rollout_pod.weights.recording import Recorder, checksum
-from rollout_pod.weights.replay import HostReplayer, KernelReplayer, UploadReplayer
+from rollout_pod.weights.replay import HostReplayer, KernelReplayer, Replayer, UploadReplayer
+from rollout_pod.weights.shadow import Shadow, ShadowError, StagingLoader
+from rollout_pod.weights.shadow_plan import room_for
 from rollout_pod.weights.spec import TensorSpec
 
 
@@ -144,8 +148,8 @@ class SyntheticLoader:
             name: torch.zeros(size, dtype=torch.bfloat16, device=where)
             for name, size in sizes.items()
         }
-        self._near = KernelReplayer(where) if device is not None else HostReplayer()
-        self._far = UploadReplayer(device) if device is not None else self._near
+        self._near: Replayer = KernelReplayer(where) if device is not None else HostReplayer()
+        self._far: Replayer = UploadReplayer(device) if device is not None else self._near
         self.replaying = True
         self._plan: CopyPlan | None = None
         self._recorder: Recorder | None = None
@@ -201,6 +205,28 @@ class SyntheticLoader:
         """See ``ReplayingLoader``."""
         self._near.wait()
 
+    def staging(self, device: Device | None) -> StagingLoader:
+        """A loader into memory beside the parameters."""
+        nbytes = room_for([t.numel() * t.element_size() for t in self.parameters.values()])
+        self._aside = torch.empty(0)
+        if device is not None:
+            address = device.allocate(nbytes)
+        else:
+            self._aside = torch.zeros(nbytes + ALIGN, dtype=torch.uint8)
+            address = align(self._aside.data_ptr())
+        self.shadow = Shadow(address, nbytes)
+        return StagingLoader(self.shadow, self._plan_aside, near=self._near, far=self._far)
+
+    def _plan_aside(self, manifest: Manifest) -> CopyPlan:
+        if self._plan is None or manifest.names != self._plan.copies.keys():
+            raise ShadowError("nothing was recorded yet")
+        return self._plan
+
+    def switch(self, version: str) -> Manifest:
+        """Take what waits beside the parameters."""
+        assert self._plan is not None
+        return self.shadow.switch(version, self._plan, self._near)
+
     def finish(self) -> None:
         """See ``Loader``."""
         if self._recorder is None:
@@ -253,7 +279,7 @@ def copy_ms(where: str, rounds: int, nbytes: int = 1 << 30) -> float:
 
 def main(run_dir: str, shm_dir: str, shape_name: str, where: str) -> None:
     """Commands: ``load SESSION VERSION``, ``nothing SESSION VERSION``, ``replay 0|1``, ``sums``,
-    ``copy ROUNDS``.
+    ``copy ROUNDS``, ``stage SESSION VERSION``, ``switch VERSION``.
     """
     shape = SHAPES[shape_name]
     device = Cuda(torch.device(where).index or 0) if where != "cpu" else None
@@ -270,6 +296,7 @@ def main(run_dir: str, shm_dir: str, shape_name: str, where: str) -> None:
     )
     receiver.start()
     print(json.dumps("ready"), flush=True)
+    aside: StagingLoader | None = None
     for line in _lines():
         what, *words = line.split()
         answer: object = None
@@ -279,6 +306,16 @@ def main(run_dir: str, shm_dir: str, shape_name: str, where: str) -> None:
                 flush=False, timeout_s=120,
             )  # fmt: skip
             answer = report.as_dict()
+        elif what == "stage":
+            aside = aside or loader.staging(device)
+            thread = threading.Thread(
+                target=_stage, args=(receiver, aside, device, words[0], words[1])
+            )
+            thread.start()
+        elif what == "switch":
+            started = time.perf_counter()
+            manifest = loader.switch(words[0])
+            answer = {"bytes": manifest.nbytes, "seconds": time.perf_counter() - started}
         elif what == "replay":
             loader.replaying = words[0] == "1"
         elif what == "copy":
@@ -287,6 +324,18 @@ def main(run_dir: str, shm_dir: str, shape_name: str, where: str) -> None:
             answer = {name: int(checksum(loader.target(name))) for name in expected.tensors}
         print(json.dumps(answer), flush=True)
     receiver.close()
+
+
+def _stage(
+    receiver: Receiver, aside: StagingLoader, device: Cuda | None, session: str, version: str
+) -> None:
+    """On a thread and a stream of its own; the sender gets the report."""
+    side = contextlib.nullcontext()
+    if device is not None:
+        torch.cuda.set_device(device.ordinal)
+        side = torch.cuda.stream(torch.cuda.Stream(device.ordinal))
+    with side:
+        receiver.load(session, aside, version=version, flush=False, timeout_s=120, aside=True)
 
 
 def _lines() -> Iterator[str]:

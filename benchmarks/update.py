@@ -41,7 +41,7 @@ def need_gpu() -> None:
         raise SystemExit(3)
 
 
-def _updates(
+def updates(
     sender: WeightSender, there: Rank, tensors: Mapping[str, torch.Tensor], count: int
 ) -> list[tuple[SentWeights, dict[str, Any]]]:
     """The first records, the second makes the tables; the rest is measured."""
@@ -54,7 +54,7 @@ def _updates(
     return done[2:]
 
 
-def _tell(row: Mapping[str, object]) -> None:
+def tell(row: Mapping[str, object]) -> None:
     """One figure a line: a table of so many columns cannot be read in a terminal."""
     for name, value in row.items():
         print(f"{name:>16}  {value:.2f}" if isinstance(value, float) else f"{name:>16}  {value}")
@@ -88,15 +88,15 @@ def direct(quick: bool, shape: str = "qwen3-8b", name: str = "update-direct") ->
     with rank(shape, WHERE) as there:
         tensors = make_tensors(SHAPES[shape], WHERE, 1)
         sender = WeightSender([there.socket], device=Cuda(0), mode="direct")
-        row = _row(shape, _updates(sender, there, tensors, 5 if quick else 20))
+        row = _row(shape, updates(sender, there, tensors, 5 if quick else 20))
         for tensor in tensors.values():
             tensor.view(torch.int16).add_(1)
-        _updates(sender, there, tensors, -1)
+        updates(sender, there, tensors, -1)
         assert there.holds(tensors), "the rank holds something else"
         sender.close()
-        floor = _copy_ms(tensors)
+        floor = copy_floor_ms(tensors)
     row["floor"] = floor
-    _tell(row)
+    tell(row)
     figure = float(row["ms"])  # type: ignore[arg-type]  # a cell of a table is any object
     return Result(
         name=name, figure=figure, unit="ms", reference=floor, ratio=figure / floor,
@@ -121,21 +121,21 @@ def bucketed(quick: bool, shape: str = "qwen3-8b") -> Result:
                 [there.socket], device=Cuda(0), mode="bucketed", bucket_bytes=size * MB
             )
             free = torch.cuda.mem_get_info(0)[0]
-            row = _row(f"{size} MB", _updates(sender, there, tensors, 5 if quick else 20))
+            row = _row(f"{size} MB", updates(sender, there, tensors, 5 if quick else 20))
             row["extra MB"] = (free - torch.cuda.mem_get_info(0)[0]) / MB
             row["verl ms"] = VERL_MS[size]
             row["verl / ours"] = VERL_MS[size] / float(row["ms"])  # type: ignore[arg-type]  # as above
-            _tell(row)
+            tell(row)
             if size == MAIN_MB:
-                _tell(_row(f"{size} MB, in turns", _in_turns(sender, there, tensors, quick)))
+                tell(_row(f"{size} MB, in turns", _in_turns(sender, there, tensors, quick)))
             sender.close()
             rows.append(row)
         assert there.holds(tensors), "the rank holds something else"
-        floor = 2 * _copy_ms(tensors)
+        floor = 2 * copy_floor_ms(tensors)
         alone = copy_ms(WHERE, 200)
         both = there.beside("copy 200", lambda: copy_ms(WHERE, 200))
         gib = sum(t.numel() * t.element_size() for t in tensors.values()) / (1 << 30)
-        _tell({"what": "two processes copy at once", "alone, GiB": alone, "here": both[1],
+        tell({"what": "two processes copy at once", "alone, GiB": alone, "here": both[1],
                "there": both[0], "both, a model": max(both) * gib})  # fmt: skip
     (main,) = [row for row in rows if row["what"] == f"{MAIN_MB} MB"]
     figure = float(main["ms"])  # type: ignore[arg-type]  # as above
@@ -151,7 +151,7 @@ def _in_turns(
     """As where no GPU can write into shared memory: filling and loading do not overlap."""
     sender._drop_counters()
     sender._uncountable = "for comparison"
-    return _updates(sender, there, tensors, 5 if quick else 20)
+    return updates(sender, there, tensors, 5 if quick else 20)
 
 
 def shm(quick: bool, shape: str = "qwen3-8b") -> Result:
@@ -200,7 +200,7 @@ def shm(quick: bool, shape: str = "qwen3-8b") -> Result:
                      "GB/s": manifest.nbytes / took / 1e9,
                      **{f"rank {step} s": seconds for step, seconds in report["steps"]}}
                 )  # fmt: skip
-                _tell(rows[-1])
+                tell(rows[-1])
             assert there.holds(tensors), "the rank holds something else"
         finally:
             link.close()
@@ -212,7 +212,7 @@ def shm(quick: bool, shape: str = "qwen3-8b") -> Result:
     )  # fmt: skip
 
 
-def _copy_ms(tensors: Mapping[str, torch.Tensor]) -> float:
+def copy_floor_ms(tensors: Mapping[str, torch.Tensor]) -> float:
     """One large copy of as many bytes, or of a part where there is no room, scaled."""
     nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
     part = min(nbytes, int(torch.cuda.mem_get_info(0)[0] * 0.4))

@@ -13,8 +13,9 @@ from examples.tiny_models import make
 from rollout_pod.engine.base import EngineSettings
 from rollout_pod.engine.vllm import VllmEngine
 from rollout_pod.weights.cuda import Cuda
-from rollout_pod.weights.trainer import SentWeights, WeightSender
-from tests.support.engine_kit import digests, engine_of, prompts, run, tensors_of
+from rollout_pod.weights.trainer import WeightSender
+from tests.support.engine_kit import digests, engine_of
+from tests.support.push_kit import on_gpu, push, says
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,37 +53,6 @@ async def engine(versions: Path) -> AsyncIterator[VllmEngine]:
             yield running
         finally:
             await running.shutdown()
-
-
-def on_gpu(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor.to("cuda:0") for name, tensor in tensors_of(path).items()}
-
-
-async def push(
-    engine: VllmEngine, sender: WeightSender, version: str, tensors
-) -> tuple[SentWeights, str]:
-    loop = asyncio.get_running_loop()
-    loads: list[asyncio.Future] = []
-
-    async def load(session: str):
-        await engine.pause()
-        return await engine.load_weights(session, version=version, flush=False, timeout_s=60)
-
-    def accepted(session: str) -> None:
-        loads.append(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(load(session), loop),
-                                         loop=loop))  # fmt: skip
-
-    sent = await sender.send_async(version, tensors, timeout_s=60, on_accepted=accepted)
-    reports = await loads[0]
-    assert all(report.ok for report in reports), reports
-    assert await engine.clear_caches()
-    await engine.resume()
-    (path,) = {f"{report.path}: {report.note}".rstrip(": ") for report in reports}
-    return sent, path
-
-
-async def says(engine: VllmEngine) -> list[tuple[int, ...]]:
-    return [tuple((await run(engine, prompt, 32)).token_ids) for prompt in prompts(3)]
 
 
 @pytest.mark.parametrize("how", ["direct", "bucketed", "shared_memory"])

@@ -11,6 +11,9 @@ from rollout_pod.engine.base import EngineSettings, EngineStartError
 from rollout_pod.engine.orphan import SERVER_PID
 from rollout_pod.engine.sleep_mode import can_sleep
 
+STAGING = "ROLLOUT_POD_STAGING"
+"""Environment of the engine's processes: ``EngineSettings.staging``."""
+
 WORKER_EXTENSION = "rollout_pod.engine.worker.RolloutWorker"
 
 _CPU_KV_BYTES = 256 << 20
@@ -69,6 +72,8 @@ def parse(settings: EngineSettings) -> tuple[Any, Any]:
         worker_extension_cls=WORKER_EXTENSION,
     )
     if current_platform.is_cpu():
+        if settings.staging == "Device":
+            raise EngineStartError("weights.staging Device needs a GPU; use Host")
         parser.set_defaults(enforce_eager=True)
     if can_sleep():
         parser.set_defaults(enable_sleep_mode=True)  # so that a sleep needs no restart
@@ -102,9 +107,9 @@ def check_model(model: str) -> None:
 
 
 @contextmanager
-def environment(args: Any) -> Iterator[None]:
+def environment(args: Any, settings: EngineSettings) -> Iterator[None]:
     """Set the environment of the processes started inside; what is set already wins."""
-    variables = _variables(args)
+    variables = {**_variables(args), STAGING: settings.staging}
     os.environ.update(variables)
     try:
         yield

@@ -8,7 +8,7 @@ knows which engine runs.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from rollout_pod.protocol import EngineInfo, SleepTag
 
@@ -73,6 +73,8 @@ class EngineSettings:
     shm_dir: Path = Path("/dev/shm")
     """Where the ranks attach shared segments."""
     served_model_name: str | None = None
+    staging: Literal["Host", "Device"] = "Host"
+    """Where the next version waits; ``Device`` takes memory from the KV cache."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,20 @@ class Engine(Protocol):
         Only while paused. ``flush`` first clears what a failed load left. A rank that fails says
         so in its report; the call returns within ``timeout_s`` (plus a second) whatever a sender
         does.
+        """
+
+    async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:
+        """Let every rank take the buckets of ``session`` to memory of its device that was reserved
+        for it, while the engine serves. Returns as soon as all have begun; the sender gets their
+        reports.
+
+        Raises:
+            EngineError: they cannot, with the reason.
+        """
+
+    async def switch_weights(self, version: str, *, timeout_s: float) -> tuple[RankReport, ...]:
+        """Let every rank give the model what was staged. Only while paused; see ``load_weights``.
+        What was staged goes on waiting.
         """
 
     async def clear_caches(self) -> CacheReport:

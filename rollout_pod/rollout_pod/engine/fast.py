@@ -13,12 +13,13 @@ import torch
 
 from rollout_pod.engine.layerwise import LayerwiseLoader
 from rollout_pod.engine.survey import Survey, survey
-from rollout_pod.weights.copies import Piece, place
+from rollout_pod.weights.copies import CopyPlan, Piece, place
 from rollout_pod.weights.device import Device
 from rollout_pod.weights.loader import Path
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.recording import Recorder
 from rollout_pod.weights.replay import HostReplayer, KernelReplayer, Replayer, UploadReplayer
+from rollout_pod.weights.shadow import Shadow, ShadowError
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +179,45 @@ class FastLoader:
     def _recording(self) -> Iterator[None]:
         with self._recorder or contextlib.nullcontext(), torch.no_grad():
             yield
+
+    @property
+    def replayers(self) -> tuple[Replayer, Replayer]:
+        """Of copies on the device, and from the host."""
+        return self._near, self._far
+
+    def plan_aside(self, manifest: Manifest) -> CopyPlan:
+        """The plan by which all of a manifest is copied; for ``shadow.StagingLoader``. The model
+        must not be loaded meanwhile.
+
+        Raises:
+            ShadowError: there is none, and why.
+        """
+        known = self._survey
+        names = manifest.names.union(alias for alias, _ in manifest.aliases)
+        if not self.enabled or known is None or names != self._for or not known.in_place():
+            raise ShadowError(
+                "it is not known yet where each byte of this model belongs: the first update goes "
+                "the ordinary way"
+            )
+        if known.layers or not known.plan.copies:
+            why = "; ".join(known.plan.reasons)
+            raise ShadowError(f"not all layers of this model are loaded by copies: {why}")
+        return known.plan
+
+    def switch(self, shadow: Shadow, version: str) -> Manifest:
+        """Give the model what waits in ``shadow``.
+
+        Raises:
+            ShadowError: it cannot be; the model is untouched.
+        """
+        known = self._survey
+        if known is None or not known.in_place():
+            raise ShadowError("the model's parameters have moved since; stage it again")
+        if self.require_full_cover and not known.plan.full:
+            raise ShadowError("the copies do not write every byte of the model, which has lost all")
+        manifest = shadow.switch(version, known.plan, self._near)
+        self.require_full_cover = False
+        return manifest
 
     def _watch_layers(self, recorder: Recorder) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

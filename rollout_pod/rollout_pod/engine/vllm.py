@@ -177,11 +177,11 @@ class VllmEngine:
             raise EngineStartError("the pod shut down while the engine started")
         share = self._share
         if share is not None:
-            with arguments.environment(args):
+            with arguments.environment(args, self._settings):
                 llm = sharing.make_client(args, share)
         else:
             with (
-                arguments.environment(args),
+                arguments.environment(args, self._settings),
                 self._tail.inherited(),
                 sharing.launching(self._shares),
             ):
@@ -523,14 +523,29 @@ class VllmEngine:
         self, session: str, *, version: str, flush: bool, timeout_s: float
     ) -> tuple[RankReport, ...]:
         """See ``Engine``."""
+        call = (session, version, flush, timeout_s, self._cpu_repairs)
+        return await self._reports("rollout_load_weights", call, version, timeout_s)
+
+    async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:
+        """See ``Engine``."""
+        problems = await self._on_ranks(
+            "rollout_stage_weights", (session, version, timeout_s), _CALL_S
+        )
+        said = sorted({problem for problem in problems if problem})
+        if said:
+            raise EngineError("; ".join(said))
+
+    async def switch_weights(self, version: str, *, timeout_s: float) -> tuple[RankReport, ...]:
+        """See ``Engine``."""
+        return await self._reports("rollout_switch_weights", (version,), version, timeout_s)
+
+    async def _reports(
+        self, method: str, args: tuple[Any, ...], version: str, timeout_s: float
+    ) -> tuple[RankReport, ...]:
         self._alive()
         started = time.monotonic()
         try:
-            answers = await self._on_ranks(
-                "rollout_load_weights",
-                (session, version, flush, timeout_s, self._cpu_repairs),
-                timeout_s + 1,
-            )
+            answers = await self._on_ranks(method, args, timeout_s + 1)
         except EngineError as error:
             seconds = time.monotonic() - started
             host = socket.gethostname()

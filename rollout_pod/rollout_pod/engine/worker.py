@@ -8,22 +8,29 @@ import hashlib
 import logging
 import os
 import socket
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rollout_pod.engine import boot_record, cpu_repairs
+from rollout_pod.engine import boot_record, cpu_repairs, device_slot
+from rollout_pod.engine.arguments import STAGING
 from rollout_pod.engine.fast import FastLoader
 from rollout_pod.engine.layerwise import LayerwiseLoader
 from rollout_pod.engine.orphan import SERVER_PID, die_with
 from rollout_pod.weights.cuda import Cuda
 from rollout_pod.weights.loader import Expected
 from rollout_pod.weights.receiver import Receiver
+from rollout_pod.weights.report import LoadReport
+from rollout_pod.weights.shadow import Shadow, ShadowError
 
 log = logging.getLogger(__name__)
 
 boot_record.install()
+if os.environ.get(STAGING) == "Device":
+    device_slot.install()
 if SERVER_PID in os.environ:
     die_with(int(os.environ[SERVER_PID]))
 
@@ -39,6 +46,8 @@ class RolloutWorker:
     rank: int
     vllm_config: Any
     model_runner: Any
+    rollout_shadow: Shadow | None = None
+    """Where the next version waits; set before the KV cache is sized."""
 
     def rollout_start_receiver(self, run_dir: str, shm_dir: str, world: int) -> dict[str, Any]:
         """Bind this rank's socket. After the model is loaded; once.
@@ -90,6 +99,11 @@ class RolloutWorker:
             device=device,
         )
         self._rollout_receiver.start()
+        self._rollout_staging = None
+        if self.rollout_shadow is not None:
+            self._rollout_staging = device_slot.Staging(
+                self.rollout_shadow, self._rollout_loader, self._rollout_receiver
+            )
         return {"rank": rank, "host": socket.gethostname(), "socket": str(path)}
 
     def rollout_load_weights(
@@ -109,11 +123,46 @@ class RolloutWorker:
             )
         finally:
             loader.enabled = replays
+        if report.ok:
+            self._rollout_new_weights()
+        return report.as_dict()
+
+    def _rollout_new_weights(self) -> None:
         # Adapters were merged for the old weights; older model runners have no such state.
         reset = getattr(self.model_runner, "reset_lora_state", None)
-        if report.ok and reset is not None:
+        if reset is not None:
             reset()
-        return report.as_dict()
+
+    def rollout_stage_weights(self, session: str, version: str, timeout_s: float) -> str:
+        """Begin to take what ``session`` brings to where the next version waits, on a thread of its
+        own. Returns at once: why it cannot be, or an empty string.
+        """
+        if self._rollout_staging is None:
+            return "no memory of the device was reserved for it (staging Device)"
+        return self._rollout_staging.start(session, version, timeout_s)
+
+    def rollout_switch_weights(self, version: str) -> dict[str, Any]:
+        """Give the model what waits beside it; never raises: the report says what went wrong."""
+        started = time.monotonic()
+        rank, host = self.rollout_rank(), socket.gethostname()
+        try:
+            if self._rollout_staging is None:
+                raise ShadowError("no memory of the device was reserved (staging Device)")
+            manifest = self._rollout_loader.switch(self._rollout_staging.shadow, version)
+        except ShadowError as error:
+            report = LoadReport(rank, host, False, version, error=str(error), touched=False)
+        except Exception as error:
+            log.exception("rank %d: switching to %s failed", rank, version)
+            report = LoadReport(
+                rank, host, False, version, error=f"{type(error).__name__}: {error}"
+            )
+        else:
+            self._rollout_new_weights()
+            report = LoadReport(
+                rank, host, True, version, tensors=len(manifest.tensors), bytes=manifest.nbytes,
+                path="switched",
+            )  # fmt: skip
+        return replace(report, seconds=time.monotonic() - started).as_dict()
 
     def rollout_free_memory(self) -> int | None:
         """Bytes that are free on this rank's device, whoever uses the rest; None on CPU."""
@@ -144,6 +193,8 @@ class RolloutWorker:
     def rollout_stop_receiver(self) -> None:
         """Close the socket."""
         self._rollout_receiver.close()
+        if self._rollout_staging is not None:
+            self._rollout_staging.close()
 
     def rollout_rank(self) -> int:
         """Global: data-parallel index x world + rank."""

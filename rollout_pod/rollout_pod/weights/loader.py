@@ -11,9 +11,10 @@ from rollout_pod.weights.spec import Expected, TensorSpec
 
 __all__ = ["Expected", "Loader", "Path", "ReplayingLoader", "TensorSpec"]
 
-Path = Literal["reference", "recorded", "mixed", "replayed"]
+Path = Literal["reference", "recorded", "mixed", "replayed", "staged", "switched"]
 """How a model was loaded: by the engine's own loaders; so, and noted where the bytes went; a part
-by copies of what was noted, a part by the engine's loaders; all by copies."""
+by copies of what was noted, a part by the engine's loaders; all by copies; not yet, the version
+waits beside it; by one copy of what waited."""
 
 
 class Loader(Protocol):

@@ -76,7 +76,14 @@ class Receiver:
         self._memories.close()
 
     def load(
-        self, session: str, loader: Loader, *, version: str, flush: bool, timeout_s: float
+        self,
+        session: str,
+        loader: Loader,
+        *,
+        version: str,
+        flush: bool,
+        timeout_s: float,
+        aside: bool = False,
     ) -> LoadReport:
         """Give the model what ``session`` brings. Blocks; never raises for what a sender does or a
         loader raises: the report says so. After a failure that ``touched`` the model load anew,
@@ -88,6 +95,8 @@ class Receiver:
             version: must be the manifest's.
             flush: call ``loader.flush`` first: a load before this one failed.
             timeout_s: for all of it; a call of the loader itself is not interrupted.
+            aside: the loader leaves the model alone (``shadow.StagingLoader``): this may be called
+                while the engine serves, on a thread of its own.
         """
         started = time.monotonic()
         tensors = nbytes = 0
@@ -116,7 +125,7 @@ class Receiver:
                     error = f"{type(problem).__name__}: {problem}"
                 finally:
                     self._memories.end_load()
-            touched = run.touched
+            touched = run.touched and not aside
             path, note = "reference", ""
             if isinstance(loader, ReplayingLoader):
                 path, note = loader.summary()

@@ -249,7 +249,7 @@ class Report(Message):
     seconds: Seconds
     error: Text
     touched: bool
-    path: Literal["", "reference", "recorded", "mixed", "replayed"]
+    path: Literal["", "reference", "recorded", "mixed", "replayed", "staged", "switched"]
     note: Text
     steps: tuple[tuple[Name, Seconds], ...]
 
