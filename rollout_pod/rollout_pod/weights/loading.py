@@ -12,6 +12,7 @@ from rollout_pod.weights import wire
 from rollout_pod.weights.assemble import Assembler
 from rollout_pod.weights.buckets import BucketError
 from rollout_pod.weights.copies import Piece
+from rollout_pod.weights.hashes import Verifier
 from rollout_pod.weights.incoming import Failed, Incoming
 from rollout_pod.weights.loader import Loader, ReplayingLoader
 from rollout_pod.weights.manifest import Manifest
@@ -81,6 +82,7 @@ class Loading:
             self.touched = True
         self._timed("begin", loader.begin)
         assembler = Assembler(self.manifest, self.memories, names)
+        verifier = Verifier(self.manifest) if self.manifest.hashes else None
         given: set[str] = set()
         whole = False
         step = "first"
@@ -90,7 +92,7 @@ class Loading:
             if isinstance(work, wire.Finish):
                 break
             self.touched = True
-            done = self._load(assembler, work)
+            done = self._load(assembler, work, verifier)
             if done is self.manifest.names:
                 whole = True
             else:
@@ -130,7 +132,10 @@ class Loading:
         return work
 
     def _load(
-        self, assembler: Assembler, work: "wire.BucketReady | wire.Direct"
+        self,
+        assembler: Assembler,
+        work: "wire.BucketReady | wire.Direct",
+        verifier: Verifier | None,
     ) -> Collection[str]:
         """Load and acknowledge, only then; returns the names that are complete by it."""
         session = self.incoming.session
@@ -141,11 +146,15 @@ class Loading:
                 source = assembler.find(work)
                 if work.filled:
                     self._timed("filled", lambda: self._await_fill(work))
+                if verifier is not None:
+                    self._timed("hash", lambda: verifier.check(work, source))
                 started = time.monotonic()
                 copied = self._bucket(assembler, work, source)
                 self._count("load", started)
                 names: Collection[str] = assembler.completed(work)
             else:
+                if verifier is not None:
+                    raise BucketError("direct: hashes are compared in buckets only")
                 self._timed("load", lambda: self._direct(assembler, work))
                 names = self.manifest.names
         except LoadError:

@@ -35,16 +35,31 @@ class Manifest:
     version: str
     tensors: tuple[TensorSpec, ...]
     aliases: tuple[tuple[str, str], ...] = ()
+    hashes: tuple[bytes, ...] = ()
+    """Of each tensor, as in ``hashes``; none at all where nobody compares."""
 
     @cached_property
     def digest(self) -> str:
-        """Of everything but the version: equal ones can stand for each other."""
+        """Of everything but version and hashes: equal ones can stand for each other."""
         tensors = [(t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors]
         return digest_of((tensors, self.aliases))
 
     def renamed(self, version: str) -> "Manifest":
-        """The same tensors as another version."""
-        made = Manifest(version, self.tensors, self.aliases)
+        """The same tensors as another version, whose bytes nobody has hashed yet."""
+        return self._like(version, ())
+
+    def with_hashes(self, hashes: Sequence[bytes]) -> "Manifest":
+        """The same version with hashes.
+
+        Raises:
+            ValueError: there are not as many as tensors.
+        """
+        if len(hashes) != len(self.tensors):
+            raise ValueError(f"{len(hashes)} hashes for {len(self.tensors)} tensors")
+        return self._like(self.version, tuple(hashes))
+
+    def _like(self, version: str, hashes: tuple[bytes, ...]) -> "Manifest":
+        made = Manifest(version, self.tensors, self.aliases, hashes)
         # what was computed of the tensors, which can be tens of thousands, holds there too
         made.__dict__.update(digest=self.digest, nbytes=self.nbytes, names=self.names)
         made.__dict__.update(_plans=self._plans)

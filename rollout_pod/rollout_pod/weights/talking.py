@@ -290,6 +290,12 @@ class Talker:
         problems: list[str] = []
         if expected is not None and not offer.same:
             problems = check_manifest(manifest, expected)
+        shown = manifest
+        if offer.hashes:
+            try:
+                shown = manifest.with_hashes(offer.hashes)
+            except ValueError as error:
+                problems.append(str(error))
         with self.lock:
             current = self._owned(peer, offer.session)
             if isinstance(current, wire.Refused):
@@ -302,6 +308,6 @@ class Talker:
                 return wire.Refused(session=offer.session, code="not_ready", message=text)
             if problems:
                 return wire.Rejected(session=offer.session, problems=shorten(problems, PROBLEMS))
-            current.accept(manifest)
+            current.accept(shown)
             self._greeter.hold(manifest)
         return wire.Accepted(session=offer.session)

@@ -22,6 +22,7 @@ from rollout_pod.weights import wire
 from rollout_pod.weights.device import Device, DeviceError, NotExportableError
 from rollout_pod.weights.direct import Exports
 from rollout_pod.weights.fill import DeviceRing, Ring, SegmentRing, fits, spec_of
+from rollout_pod.weights.hashes import hashed
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.progress import OwnCounters
 from rollout_pod.weights.push import stream
@@ -31,6 +32,8 @@ from rollout_pod.weights.sender import TOKEN_BYTES, RanksError, Session, Transfe
 Transport = Literal["auto", "shared_memory", "cuda_ipc"]
 Mode = Literal["auto", "bucketed", "direct"]
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+UNHASHED: Final = "hashes are compared in buckets only"
 
 _PROBE_BYTES: Final = 256
 
@@ -67,6 +70,8 @@ class WeightSender:
         device: the GPU of the tensors; None if they are on the host.
         ranks: see ``sender.Session``.
         world: see ``sender.Session``.
+        hashes: let the ranks compare every tensor's bytes with a hash that is sent before. Tensors
+            must be a mapping, or come with a manifest that has hashes. Not with mode ``direct``.
     """
 
     def __init__(
@@ -80,7 +85,10 @@ class WeightSender:
         device: Device | None = None,
         ranks: Sequence[int] | None = None,
         world: int = 0,
+        hashes: bool = False,
     ) -> None:
+        if hashes and mode == "direct":
+            raise ValueError(f"mode direct: {UNHASHED}")
         if transport == "cuda_ipc" and device is None:
             raise ValueError("transport cuda_ipc: name the GPU that the tensors are on (device)")
         if mode == "direct" and transport == "shared_memory":
@@ -95,6 +103,7 @@ class WeightSender:
         self._device = device
         self._ranks = ranks
         self._world = world
+        self._hashes = hashes
         self._session: Session | None = None
         self._ring: Ring | None = None
         self._exports = Exports(device) if device is not None else None
@@ -258,19 +267,29 @@ class WeightSender:
         if look.shown is None or look.transport != link.transport:
             look.transport = link.transport
             with _step(steps, "look"):
-                look.direct, look.why = self._pick(look.version, look.tensors, link)
+                wants = self._hashes or bool(look.manifest and look.manifest.hashes)
+                look.direct, look.why = self._pick(look.version, look.tensors, link, wants)
                 if look.direct is not None and look.direct.manifest is not None:
                     look.shown = look.direct.manifest
                 else:
                     look.shown = self._describe(look.version, look.tensors, look.manifest)
                 self._manifest = look.shown
+            if self._hashes and not look.shown.hashes:
+                with _step(steps, "hash"):
+                    look.shown = self._hashed(look.shown, look.tensors)
         return look.shown
 
-    def _pick(self, version: str, tensors: Tensors, link: Session) -> tuple[Exports | None, str]:
+    def _pick(
+        self, version: str, tensors: Tensors, link: Session, hashes: bool
+    ) -> tuple[Exports | None, str]:
         """The exports, if the mode is direct; else None, and why."""
         why = ""
         if self._mode == "bucketed":
             return None, ""
+        if hashes and self._mode == "direct":
+            raise NotExportableError(f"mode direct does not work: {UNHASHED}")
+        if hashes:
+            return None, f"bucketed: {UNHASHED}"
         if link.transport != "cuda_ipc" or self._exports is None:
             why = "" if link.reason else "the tensors are not on a GPU"
         elif not isinstance(tensors, Mapping):
@@ -304,6 +323,14 @@ class WeightSender:
         if self._manifest is None:
             raise TransferFailed("tensors that come one after another need a manifest")
         return self._manifest.renamed(version)
+
+    def _hashed(self, manifest: Manifest, tensors: Tensors) -> Manifest:
+        if not isinstance(tensors, Mapping):
+            raise TransferFailed(
+                "hashes are sent before the bytes: tensors that come one after another need a "
+                "manifest that has them (hashes.hashed)"
+            )
+        return hashed(manifest, tensors)
 
     def _map(
         self, link: Session, manifest: Manifest, direct: Exports | None, deadline: float

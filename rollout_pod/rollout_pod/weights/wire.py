@@ -41,6 +41,7 @@ Text = Annotated[str, Field(max_length=1 << 16)]
 Transport = Literal["shared_memory", "cuda_ipc"]
 Handle = Annotated[bytes, Field(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 Digest = Annotated[str, Field(max_length=64)]
+Hash = Annotated[bytes, Field(min_length=8, max_length=8)]
 
 
 class DeviceProbe(Message):
@@ -93,17 +94,23 @@ class Offer(Message):
     aliases: tuple[tuple[Name, Name], ...] = ()
     same: Digest = ""
     """Instead of both: the digest of a manifest that the rank holds."""
+    hashes: tuple[Hash, ...] = ()
+    """Of each tensor, if its bytes are to be compared; also beside ``same``."""
 
     @classmethod
     def of(cls, session: str, manifest: Manifest, *, held: Collection[str] = ()) -> Self:
         """The manifest on the wire, in short if it is among those ``held``."""
         if manifest.digest in held:
-            return cls(session=session, version=manifest.version, same=manifest.digest)
+            return cls(
+                session=session, version=manifest.version, same=manifest.digest,
+                hashes=manifest.hashes,
+            )  # fmt: skip
         return cls(
             session=session,
             version=manifest.version,
             tensors=tuple((t.name, t.dtype, t.shape, t.nbytes) for t in manifest.tensors),
             aliases=manifest.aliases,
+            hashes=manifest.hashes,
         )
 
     def manifest(self) -> Manifest:
