@@ -166,13 +166,30 @@ def test_account_refuses(entries, words) -> None:
     assert account.missing() == ["a", "b"]
 
 
-def test_all_at_once_leaves_nothing_to_come() -> None:
+@pytest.mark.parametrize("parts", [[(0, None)], [(0, 2)], [(0, 1), (1, 1)], [(0, 0), (0, None)]])
+def test_tensors_that_are_read_in_place(parts) -> None:
     specs = (TensorSpec("a", "uint8", (300,), 300), TensorSpec("b", "uint8", (0,), 0))
     account = Account(specs)
-    account.take_all(300)
-    assert (account.buckets, account.nbytes, account.missing()) == (1, 300, [])
-    with pytest.raises(BucketError, match="complete before"):
-        account.take(1, 512, make_plan(specs, 512).buckets[0].entries)
+    for first, count in parts:
+        assert account.missing()
+        account.take_whole(first, count)
+    assert (account.buckets, account.nbytes, account.missing()) == (len(parts), 300, [])
+    with pytest.raises(BucketError, match="read in place before"):
+        account.take(len(parts), 512, make_plan(specs, 512).buckets[0].entries)
+    with pytest.raises(BucketError, match="tensors 0 to 1; the next is 2 of 2"):
+        account.take_whole(0, 1)
+
+
+@pytest.mark.parametrize("part", [(1, 1), (0, 3), (1, None), (3, None)])
+def test_tensors_that_are_not_the_next(part) -> None:
+    account = Account([spec("a", 300, dtype="uint8"), spec("b", 10, dtype="uint8")])
+    with pytest.raises(BucketError, match="the next is 0 of 2"):
+        account.take_whole(*part)
+    assert account.missing() == ["a", "b"]
+    bucket = make_plan([spec("a", 300, dtype="uint8"), spec("b", 10, dtype="uint8")], 1024)
+    account.take(0, bucket.buckets[0].length, bucket.buckets[0].entries)
+    with pytest.raises(BucketError, match="after a bucket"):
+        account.take_whole(0, None)
 
 
 def test_versions_of_the_same_tensors_share_what_was_made_of_them() -> None:

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.synthetic import SHAPES, SyntheticLoader, make_tensors
 from rollout_pod.weights import talking, wire
 from rollout_pod.weights.device import DeviceError
-from rollout_pod.weights.fill import spec_of
+from rollout_pod.weights.fill import Filler, spec_of
 from rollout_pod.weights.loader import Expected
-from rollout_pod.weights.sender import TransferFailed
+from rollout_pod.weights.sender import ManifestError, Session, TransferFailed
 from rollout_pod.weights.trainer import SentWeights, WeightSender
 from tests.support.fake_device import FakeDevice
 from tests.support.weights import Place, make_place, same, until
@@ -114,6 +114,48 @@ async def test_no_bucket_is_filled_again_before_it_is_copied(pair: Pair) -> None
     pair.theirs.catch_up()
     await sending
     assert pair.ours.calls["signal"] - before == buckets
+    assert pair.holds(3)
+
+
+async def test_the_first_buckets_are_filled_while_the_ranks_are_greeted(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    fill, wait = Filler._fill, Session._wait_ranks
+
+    def fills(self, bucket, base) -> int:
+        happened.append(f"fill {bucket.seq}")
+        return fill(self, bucket, base)
+
+    def waits(self, done, timeout_s: float, what: str) -> None:
+        happened.append(what)
+        wait(self, done, timeout_s, what)
+
+    monkeypatch.setattr(Filler, "_fill", fills)
+    monkeypatch.setattr(Session, "_wait_ranks", waits)
+    await pair.send(3)
+    assert happened[:5] == ["fill 0", "fill 1", "hello", "manifest", "fill 2"]
+    assert pair.holds(3)
+
+    # for nothing, where the ranks do not take it
+    tensors = pair.ours.give(make_tensors(SHAPE, "cpu", 4))
+    tensors.pop("model.norm.weight")
+    happened.clear()
+    with pytest.raises(ManifestError, match=r"model\.norm\.weight"):
+        await pair.sender.send_async("v4", tensors, timeout_s=20)
+    assert happened[:2] == ["fill 0", "fill 1"]
+    assert pair.holds(3)
+    happened.clear()
+    await pair.send(5)
+    assert happened[:2] == ["hello", "manifest"], "another connection: nobody knows who reads"
+    assert pair.holds(5)
+
+
+async def test_what_was_filled_for_other_counters_is_filled_again(pair: Pair) -> None:
+    pair.place.receivers[0]._talker._greeter.forget()  # it has nothing mapped any more
+    first = pair.sender._counters
+    await pair.send(3)
+    assert pair.sender._counters is not first
     assert pair.holds(3)
 
 

@@ -9,7 +9,8 @@ import psutil
 import pytest
 import torch
 
-from rollout_pod.weights import wire
+from rollout_pod.weights import direct, wire
+from rollout_pod.weights.buckets import Account
 from rollout_pod.weights.device import NotExportableError
 from rollout_pod.weights.fill import spec_of
 from rollout_pod.weights.manifest import Manifest
@@ -138,6 +139,55 @@ async def test_a_tensor_that_changes_during_the_update_fails_it(place, gpu, rank
     held["layers.1.big"].t_()
     _, loaders = await update(place, trainer, "step-2", held)
     assert same(loaders[0].model, FIRST)
+    trainer.close()
+
+
+@pytest.mark.parametrize("moved", ["t3", "t40", "t99"])
+async def test_many_tensors_are_looked_at_while_the_first_are_copied(
+    place, gpu, ranks_view, monkeypatch, moved
+) -> None:
+    """What has moved is never read: it is exported anew, or fails the update and then is."""
+    monkeypatch.setattr(direct, "LOOK_FIRST", 8)
+    many = {f"t{i}": torch.full((5,), float(i)) for i in range(100)}
+    place.start_receivers(expected_of(many), device=ranks_view)
+    trainer = sender(place, gpu, mode="direct")
+    held = gpu.give(many)
+    heard: list[tuple[int, int | None]] = []
+    take = Account.take_whole
+
+    def listen(self, first: int, count: int | None) -> None:
+        heard.append((first, count))
+        take(self, first, count)
+
+    monkeypatch.setattr(Account, "take_whole", listen)
+    await update(place, trainer, "step-0", held)
+    assert heard == [(0, 100)]
+    heard.clear()
+    held["t99"].fill_(7.0)
+    _, loaders = await update(place, trainer, "step-1", held)
+    assert heard == [(0, 8), (8, 24), (32, 68)]
+    assert same(loaders[0].model, held)
+
+    elsewhere = gpu.give({moved: torch.full((5,), -1.0)})
+    held[moved] = elsewhere[moved]
+    heard.clear()
+    if moved == "t3":  # seen before anything is read
+        _, loaders = await update(place, trainer, "step-2", held)
+        assert heard == [(0, 100)]
+        assert same(loaders[0].model, held)
+        trainer.close()
+        return
+    loads = Loads(place, "step-2", [ModelLoader()])
+    with pytest.raises(TransferFailed, match="some tensors have moved; send once more"):
+        await trainer.send_async("step-2", held, timeout_s=20, on_accepted=loads)
+    (report,) = await loads.reports()
+    assert not report.ok
+    assert heard == ([(0, 8), (8, 24)])
+    heard.clear()
+    for step in ("step-3", "step-4"):
+        _, loaders = await update(place, trainer, step, held)
+        assert same(loaders[0].model, held)
+    assert heard == [(0, 100), (0, 100)], "it has become careful"
     trainer.close()
 
 

@@ -1,6 +1,6 @@
 """Whole tensors, or pieces of them, out of what a sender announces."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -88,7 +88,16 @@ class Assembler:
             for name in self._names(spec)
         ]
 
-    # --- all at once, where the sender has them ---
+    # --- many at once, where the sender has them ---
+
+    def _part(self, message: Direct) -> Iterator[tuple[TensorSpec, tuple[int, int]]]:
+        first = message.first
+        stop = len(self._tensors) if message.count is None else first + message.count
+        return zip(self._tensors[first:stop], message.places[first:stop], strict=True)
+
+    def ends(self, message: Direct) -> bool:
+        """Whether the last tensor is among those of ``message``."""
+        return message.count is None or message.first + message.count == len(self._tensors)
 
     def regions(self, message: Direct) -> list[Source]:
         """The memory that ``message`` speaks of.
@@ -103,14 +112,14 @@ class Assembler:
 
     def check(self, message: Direct, sources: Sequence[Source]) -> None:
         """Raise ``BucketError`` if a tensor lies outside of its region."""
-        for spec, (region, offset) in zip(self._tensors, message.places, strict=True):
+        for spec, (region, offset) in self._part(message):
             if region >= len(sources) or offset + spec.nbytes > sources[region].size:
                 raise BucketError(f"direct: tensor {spec.name!r} lies outside of its region")
 
     def views(self, message: Direct, sources: Sequence[Source]) -> Tensors:
-        """All tensors that are wanted whole, with their aliases; views of the sender's memory."""
+        """Those that are wanted whole, with their aliases; views of the sender's memory."""
         whole: Tensors = []
-        for spec, (region, offset) in zip(self._tensors, message.places, strict=True):
+        for spec, (region, offset) in self._part(message):
             if spec.name not in self._pieces:
                 if spec.nbytes:
                     view = sources[region].view(offset, spec.nbytes)
@@ -121,10 +130,10 @@ class Assembler:
         return whole
 
     def places(self, message: Direct, sources: Sequence[Source]) -> list[Piece]:
-        """All tensors that are not wanted whole, each as one piece."""
+        """Those that are not wanted whole, each as one piece."""
         return [
             Piece(name, 0, spec.nbytes, sources[region].address + offset)
-            for spec, (region, offset) in zip(self._tensors, message.places, strict=True)
+            for spec, (region, offset) in self._part(message)
             if spec.name in self._pieces
             for name in self._names(spec)
         ]

@@ -107,7 +107,8 @@ class Account:
         self._done: list[int | None] = [None] * len(tensors)  # None: not even its empty piece
         self._next = 0
         self._whole: int | None = None
-        """Bytes of all tensors, if they were counted at once."""
+        """Bytes of tensors that were counted without buckets, and in ``_taken`` their number."""
+        self._taken = 0
 
     @property
     def buckets(self) -> int:
@@ -132,7 +133,7 @@ class Account:
         if not entries:
             raise BucketError(f"bucket {seq} is empty")
         if self._whole is not None:
-            raise BucketError(f"bucket {seq}: all tensors were complete before")
+            raise BucketError(f"bucket {seq}: tensors were read in place before")
         seen: dict[int, int] = {}
         end = 0
         for entry in entries:
@@ -143,13 +144,27 @@ class Account:
             self._done[tensor] = done
         self._next += 1
 
-    def take_all(self, nbytes: int) -> None:
-        """Count every tensor as one bucket: they are read where the sender has them.
+    def take_whole(self, first: int, count: int | None) -> None:
+        """Count the next tensors as one bucket: they are read where the sender has them.
 
         Args:
-            nbytes: of all of them.
+            first: the index of the first one.
+            count: how many; None for all the rest.
+
+        Raises:
+            BucketError: after a bucket, not the next ones, or more than there are.
         """
-        self._whole = nbytes
+        if self._next and self._whole is None:
+            raise BucketError("direct: after a bucket")
+        stop = len(self._tensors) if count is None else first + count
+        if first != self._taken or not first <= stop <= len(self._tensors):
+            raise BucketError(
+                f"direct: tensors {first} to {stop}; the next is {self._taken} of "
+                f"{len(self._tensors)}"
+            )
+        nbytes = sum(tensor.nbytes for tensor in self._tensors[first:stop])
+        self._whole = (self._whole or 0) + nbytes
+        self._taken = stop
         self._next += 1
 
     def _check(self, seq: int, length: int, end: int, entry: Entry, seen: dict[int, int]) -> None:
@@ -177,7 +192,7 @@ class Account:
     def missing(self) -> list[str]:
         """Names of the tensors that are not complete."""
         if self._whole is not None:
-            return []
+            return [tensor.name for tensor in self._tensors[self._taken :]]
         return [
             tensor.name
             for tensor, done in zip(self._tensors, self._done, strict=True)

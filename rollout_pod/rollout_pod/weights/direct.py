@@ -3,7 +3,8 @@
 import operator
 import secrets
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Final
 
 import torch
@@ -15,8 +16,18 @@ from rollout_pod.weights.manifest import Manifest
 
 Tensors = Mapping[str, torch.Tensor]
 
+LOOK_FIRST: Final = 512
+"""So many tensors are looked at before any is read: enough to see that a model was made anew, in
+which case its memory is exported anew as well."""
+LOOK_GROWTH: Final = 4
+"""How much more are looked at while those before are copied; a look is faster than a copy."""
+
 _SHAPE: Final = operator.attrgetter("shape")
 _DTYPE: Final = operator.attrgetter("dtype")
+
+
+class MovedError(Exception):
+    """Tensors were moved, as is seen when others are being read: the update fails."""
 
 
 class Exports:
@@ -37,6 +48,12 @@ class Exports:
         self._dtypes: list[torch.dtype] = []
         self._released: int | None = None
         self._unconfirmed = False
+        self._careful = False
+        """Whether all tensors are looked at before the first one is read."""
+        self._looked = 0
+        """How many were, in this update."""
+        self._news: tuple[Iterator[str], Iterator[torch.Tensor]] = iter(()), iter(())
+        """What of this update's names and tensors was not looked at yet."""
         self.regions: tuple[tuple[str, bytes, int], ...] = ()
         """Name, handle, bytes."""
         self.generation = 0
@@ -46,7 +63,8 @@ class Exports:
         """Of ``message``."""
 
     def renew(self, version: str, tensors: Tensors) -> bool:
-        """Look at all tensors; False if everything is where it was.
+        """Look at the tensors; False if everything is where it was, as far as that was looked at:
+        see ``parts``.
 
         Raises:
             NotExportableError: some tensor cannot be read from outside, with the reason.
@@ -75,6 +93,7 @@ class Exports:
         self._tensors, self._addresses, self._allocations = values, addresses, allocations
         self._remember(list(tensors), values)
         self._released = released
+        self._looked = len(values)
         self.regions = tuple(
             (f"{self._prefix}-{self.generation}-{number}", found.handle, found.nbytes)
             for number, found in enumerate(allocations)
@@ -86,6 +105,25 @@ class Exports:
         )
         self.digest = self.message.digest
         return True
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Tensors that may be read now, as (first, how many): a part is looked at while the ranks
+        copy the one before it. The first one is what ``renew`` has looked at.
+
+        Raises:
+            MovedError: a tensor is not where it was; the next ``renew`` finds out where it is.
+        """
+        first, stop, end = 0, self._looked, len(self._addresses)
+        while True:
+            yield first, stop - first
+            if stop == end:
+                return
+            first, stop = stop, min(end, stop * LOOK_GROWTH)
+            if not self._look(first, stop):
+                self.clear()
+                # whoever moves a few of many tensors may do so each time
+                self._careful = True
+                raise MovedError("some tensors have moved; send once more")
 
     def altered(self) -> str:
         """What is not as it was described, in words; for while the bytes travel. It looks at types
@@ -116,20 +154,16 @@ class Exports:
         self._tensors, self._addresses, self._allocations = [], [], []
         self._names, self._shapes, self._dtypes, self.regions = [], [], [], ()
         self._unconfirmed = False
+        self._news = iter(()), iter(())
         self.manifest = self.message = None
 
     def _unchanged(self, tensors: Tensors) -> bool:
-        values = list(tensors.values())
-        if self.manifest is None or list(tensors) != self._names:
+        end = len(self._addresses)
+        if len(tensors) != end:
             return False
-        if list(map(torch.Tensor.data_ptr, values)) != self._addresses:
+        self._news = iter(tensors), iter(tensors.values())
+        if not self._look(0, end if self._careful else min(end, LOOK_FIRST)):
             return False
-        if not all(map(operator.is_, values, self._tensors)):
-            # a mapping may make its tensors anew each time; that these are equal takes a look
-            specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
-            if specs != self.manifest.tensors:
-                return False
-            self._tensors = values
         # the driver takes a microsecond for each allocation, of which there can be thousands;
         # where torch has given none back since, they are looked at while the ranks copy
         released = self._device.released()
@@ -139,6 +173,23 @@ class Exports:
         self._unconfirmed = False
         self._released = released
         return self._same_allocations()
+
+    def _look(self, first: int, stop: int) -> bool:
+        """Whether the next tensors are those that were described, at their addresses."""
+        names = list(islice(self._news[0], stop - first))
+        values = list(islice(self._news[1], stop - first))
+        known = slice(first, stop)
+        if self.manifest is None or names != self._names[known]:
+            return False
+        if list(map(torch.Tensor.data_ptr, values)) != self._addresses[known]:
+            return False
+        if not all(map(operator.is_, values, self._tensors[known])):
+            # a mapping may make its tensors anew each time; that these are equal takes a look
+            if tuple(map(spec_of, names, values)) != self.manifest.tensors[known]:
+                return False
+            self._tensors[known] = values
+        self._looked = stop
+        return True
 
     def _same_allocations(self) -> bool:
         addresses = [found.address for found in self._allocations]

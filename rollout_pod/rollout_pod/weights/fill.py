@@ -3,7 +3,7 @@
 import functools
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
@@ -179,6 +179,10 @@ class Filler:
         self._tensor = torch.empty(0)
         self._alive: deque[tuple[int, list[torch.Tensor]]] = deque()
         """What queued copies read, and the count at which they are done."""
+        self._ahead: dict[int, int] = {}
+        """By bucket that is filled already: what ``fill`` returns."""
+        self.counters = ring.counters
+        """By which it counts."""
 
     def fill(self, bucket: Bucket, base: int) -> int:
         """Put a bucket at ``base``, of which nobody reads any more.
@@ -189,8 +193,12 @@ class Filler:
         Raises:
             SourceChangedError: the tensors differ from the manifest.
         """
+        done = self._ahead.pop(bucket.seq, None)
+        return self._fill(bucket, base) if done is None else done
+
+    def _fill(self, bucket: Bucket, base: int) -> int:
         alive: list[torch.Tensor] = []  # what queued copies read
-        counters = self._ring.counters
+        counters = self.counters
         while counters and self._alive and counters.read(SENDER) >= self._alive[0][0]:
             self._alive.popleft()
         copies: list[Copy] = []
@@ -216,6 +224,15 @@ class Filler:
             return filled
         self._ring.wait()
         return 0
+
+    def ahead(self, buckets: Sequence[Bucket]) -> None:
+        """Begin to fill the first buckets, which the ring has room for; ``fill`` finds them done.
+
+        Raises:
+            SourceChangedError: as ``fill``.
+        """
+        for bucket in buckets[:WINDOW]:
+            self._ahead[bucket.seq] = self._fill(bucket, bucket.seq % WINDOW * self._ring.size)
 
     def end(self) -> None:
         """Raise ``SourceChangedError`` if there are more tensors."""

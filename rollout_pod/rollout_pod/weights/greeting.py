@@ -112,7 +112,7 @@ class Greeter:
         known = self._places.get(message.same)
         if known is None:
             raise BucketError(f"direct: places {message.same!r} are not known here")
-        return known
+        return known.model_copy(update={"first": message.first, "count": message.count})
 
     def held(self, offer: wire.Offer) -> Manifest | None:
         """The manifest of an offer; None if it is sent in short and not known here."""

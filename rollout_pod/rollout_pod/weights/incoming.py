@@ -68,24 +68,22 @@ class Incoming:
         self.work.put(message)
 
     def direct(self, message: Direct) -> None:
-        """Take all tensors at once, where they lie.
+        """Take the next tensors, where they lie.
 
         Args:
             message: with its places.
 
         Raises:
-            OrderError: no manifest yet, after a bucket or after ``finish``.
-            BucketError: the places are not those of the manifest's tensors.
+            OrderError: no manifest yet, or after ``finish``.
+            BucketError: the places are not those of the manifest's next tensors.
         """
         self._expect_bytes("direct")
-        if self.account.buckets:
-            raise OrderError("direct: after a bucket")
         assert self.manifest is not None  # noqa: S101 - accept() sets both
         if len(message.places) != len(self.manifest.tensors):
             raise BucketError(
                 f"direct: {len(message.places)} places for {len(self.manifest.tensors)} tensors"
             )
-        self.account.take_all(self.manifest.nbytes)
+        self.account.take_whole(message.first, message.count)
         self.work.put(message)
 
     def finish(self, message: Finish) -> None:

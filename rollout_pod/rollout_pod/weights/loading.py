@@ -53,6 +53,8 @@ class Loading:
 
     _queued: bool = field(default=False, init=False)
     """Copies whose end nobody has waited for."""
+    _parts: int = field(default=0, init=False)
+    """Messages that let tensors be read in place."""
 
     def run(self, *, flush: bool) -> tuple[int, int]:
         """Load until ``finish``; returns how many tensors and bytes the loader was given.
@@ -139,7 +141,7 @@ class Loading:
     ) -> Collection[str]:
         """Load and acknowledge, only then; returns the names that are complete by it."""
         session = self.incoming.session
-        seq = work.seq if isinstance(work, wire.BucketReady) else 0
+        seq = work.seq if isinstance(work, wire.BucketReady) else self._parts
         copied = 0
         try:
             if isinstance(work, wire.BucketReady):
@@ -156,7 +158,8 @@ class Loading:
                 if verifier is not None:
                     raise BucketError("direct: hashes are compared in buckets only")
                 self._timed("load", lambda: self._direct(assembler, work))
-                names = self.manifest.names
+                self._parts += 1
+                names = self.manifest.names if assembler.ends(work) else ()
         except LoadError:
             raise
         except Exception as error:
@@ -215,7 +218,10 @@ class Loading:
     def _direct(self, assembler: Assembler, message: wire.Direct) -> None:
         if isinstance(self.loader, ReplayingLoader):
             # the same places in the same mappings were found good when the key was new
-            key = (message.digest, self.manifest.digest, self.memories.generation)
+            key = (
+                message.digest, self.manifest.digest, self.memories.generation, message.first,
+                message.count,
+            )  # fmt: skip
 
             def pieces() -> Sequence[Piece]:
                 sources = assembler.regions(message)
@@ -227,7 +233,8 @@ class Loading:
             sources = assembler.regions(message)
             assembler.check(message, sources)
             self.loader.load(assembler.views(message, sources))
-        self._timed("settle", self._settle)
+        # the sender takes nothing back before the report
+        self._queued = True
 
     def _settle(self) -> None:
         """The memory may be used again after this: no copy out of it is still queued."""

@@ -55,14 +55,15 @@ def stream(
     bucket_bytes: int,
     deadline: float,
     steps: dict[str, float] | None = None,
+    filler: Filler | None = None,
 ) -> tuple[LoadReport, ...]:
     """All buckets and the end; the caller ends session and ring. ``steps`` gets the seconds spent
-    on waiting for room, on filling, and on the end.
+    on waiting for room, on filling, and on the end. ``filler`` may have begun.
 
     Raises:
         TransferFailed: see ``send_weights``.
     """
-    filler = Filler(tensors, manifest, ring)
+    filler = filler or Filler(tensors, manifest, ring)
     clock = _Clock({} if steps is None else steps)
     try:
         plan = manifest.plan(bucket_bytes)

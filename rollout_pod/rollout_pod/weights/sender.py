@@ -31,6 +31,9 @@ CONNECT_S: Final = 2.0
 """How long a rank may take to be there at all."""
 
 
+Meanwhile = Callable[[Callable[[Manifest], None]], None]
+
+
 class SessionError(Exception):
     """Base of all that can go wrong with a session."""
 
@@ -134,7 +137,7 @@ class Session:
         *,
         device: tuple[wire.DeviceProbe, bytes] | None = None,
         fallback: bool = False,
-        meanwhile: Callable[[], Manifest | None] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> None:
         """Say hello to all ranks and agree on how bytes travel: ``transport``, ``reason``.
 
@@ -144,8 +147,8 @@ class Session:
                 page is made for it, for which there may be no room beside full segments.
             device: ask for CUDA IPC: where the token lies, and the token.
             fallback: whether it may be shared memory if some rank cannot open ``device``.
-            meanwhile: called once while the ranks are asked; a manifest that it returns and that
-                they know is shown at once, which saves ``offer`` an answer's time.
+            meanwhile: called once while the ranks are asked, with a function that shows them a
+                manifest at once, if they know it, which saves ``offer`` an answer's time.
 
         Raises:
             RanksError: a rank is not there, refuses, or does not see the memory.
@@ -186,7 +189,7 @@ class Session:
         tolerant: bool = False,
         probe: str | None = None,
         device: wire.DeviceProbe | None = None,
-        meanwhile: Callable[[], Manifest | None] | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> None:
         self.transport = transport
         for rank in self._ranks:
@@ -195,17 +198,20 @@ class Session:
                 token=token, probe=probe, device=device,
             )  # fmt: skip
             rank.ask(hello, tolerant=tolerant)
-        manifest = meanwhile() if meanwhile is not None else None
-        if manifest is not None and manifest.digest in self._held:
+        if meanwhile is not None:
+            meanwhile(self._show_early)
+        self._wait_ranks(
+            lambda rank: rank.welcome is not None or bool(rank.unfit), timeout_s, "hello"
+        )
+        self._held = self.holds
+
+    def _show_early(self, manifest: Manifest) -> None:
+        if manifest.digest in self._held:
             self._early = manifest.digest
             message = wire.Offer.of(self.session, manifest, held=self._held)
             for rank in self._ranks:
                 rank.early = True
                 rank.send(message)
-        self._wait_ranks(
-            lambda rank: rank.welcome is not None or bool(rank.unfit), timeout_s, "hello"
-        )
-        self._held = self.holds
 
     @property
     def holds(self) -> frozenset[str]:

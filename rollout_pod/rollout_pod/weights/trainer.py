@@ -20,14 +20,22 @@ import torch
 
 from rollout_pod.weights import wire
 from rollout_pod.weights.device import Device, DeviceError, NotExportableError
-from rollout_pod.weights.direct import Exports
-from rollout_pod.weights.fill import DeviceRing, Ring, SegmentRing, fits, spec_of
+from rollout_pod.weights.direct import Exports, MovedError
+from rollout_pod.weights.fill import (
+    DeviceRing,
+    Filler,
+    Ring,
+    SegmentRing,
+    SourceChangedError,
+    fits,
+    spec_of,
+)
 from rollout_pod.weights.hashes import hashed
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.progress import OwnCounters
 from rollout_pod.weights.push import stream
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.sender import TOKEN_BYTES, RanksError, Session, TransferFailed
+from rollout_pod.weights.sender import TOKEN_BYTES, Meanwhile, RanksError, Session, TransferFailed
 
 Transport = Literal["auto", "shared_memory", "cuda_ipc"]
 Mode = Literal["auto", "bucketed", "direct"]
@@ -170,11 +178,16 @@ class WeightSender:
                 else:
                     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
                     assert self._ring is not None  # noqa: S101 - _map made it
+                    filler = look.filler
+                    if filler is not None and filler.counters is not self._ring.counters:
+                        filler = None  # another page: nobody would hear of it
                     reports = stream(
-                        link, pairs, shown, self._ring, self._bucket_bytes, deadline, steps
+                        link, pairs, shown, self._ring, self._bucket_bytes, deadline, steps, filler
                     )
         except BaseException as error:
             self._hang_up(f"{type(error).__name__}: {error}")
+            if self._ring is not None:
+                self._ring.wait()  # what queued copies read must not go before them
             raise
         steps["total"] = time.monotonic() - started
         return SentWeights(
@@ -223,11 +236,11 @@ class WeightSender:
     def _greet(
         self, session: str, deadline: float, steps: dict[str, float], look: "_Look | None" = None
     ) -> Session:
-        meanwhile: Callable[[], Manifest | None] | None = None
+        meanwhile: Meanwhile | None = None
         known = self._session
         if known is not None and look is not None and isinstance(look.tensors, Mapping):
             # most likely it is the same transport again
-            meanwhile = functools.partial(self._look, look, known, steps)
+            meanwhile = functools.partial(self._meanwhile, look, known, steps)
         with _step(steps, "hello"):
             if self._session is None:
                 self._session = Session(
@@ -261,6 +274,29 @@ class WeightSender:
             gpu_uuid=device.uuid, handle=self._probe_region[1], offset=self._probe_offset
         )
         return where, token
+
+    def _meanwhile(
+        self,
+        look: "_Look",
+        link: Session,
+        steps: dict[str, float],
+        show: Callable[[Manifest], None],
+    ) -> None:
+        """What can be done before the ranks have answered. They read nothing of the ring: they have
+        loaded all of the last update, or the connection would not be the same.
+        """
+        shown = self._look(look, link, steps)
+        show(shown)
+        ring = self._ring
+        if look.direct or not isinstance(ring, DeviceRing) or ring.counters is None:
+            return
+        buckets = shown.plan(self._bucket_bytes).buckets
+        if isinstance(look.tensors, Mapping) and all(b.length <= ring.size for b in buckets):
+            look.filler = Filler(look.tensors.items(), shown, ring)
+            try:
+                look.filler.ahead(buckets)
+            except SourceChangedError as error:
+                raise TransferFailed(str(error)) from error
 
     def _look(self, look: "_Look", link: Session, steps: dict[str, float]) -> Manifest:
         """Find out, once for a transport, in which mode an update goes, and what it consists of."""
@@ -384,6 +420,8 @@ class WeightSender:
     def _drop_counters(self) -> None:
         counters, self._counters = self._counters, None
         if counters is not None:
+            if self._device is not None:
+                self._device.synchronize()  # a count may be queued
             counters.close()
 
     def _obtain_ring(self, link: Session, manifest: Manifest) -> Ring:
@@ -415,12 +453,20 @@ class WeightSender:
     ) -> tuple[LoadReport, ...]:
         message = exports.message
         assert message is not None  # noqa: S101 - renew() made it
-        news: dict[str, object] = {"session": link.session}
-        if exports.digest in link.holds:
-            news |= {"regions": (), "places": (), "same": exports.digest}
-        link.direct(message.model_copy(update=news))
-        with _step(steps, "look again"):
-            changed = exports.altered()  # while the ranks copy
+        known = exports.digest in link.holds
+        with _step(steps, "look again"):  # while the ranks copy
+            try:
+                for first, count in exports.parts():
+                    news: dict[str, object] = {
+                        "session": link.session, "first": first, "count": count,
+                    }  # fmt: skip
+                    if known:
+                        news |= {"regions": (), "places": (), "same": exports.digest}
+                    link.direct(message.model_copy(update=news))
+                    known = True
+            except MovedError as error:
+                raise TransferFailed(str(error)) from error
+            changed = exports.altered()
         if changed:
             raise TransferFailed(changed)
         return link.finish(deadline)
@@ -445,6 +491,8 @@ class _Look:
     """If the ranks read the tensors in place; else ``why`` not."""
     why: str = ""
     shown: Manifest | None = None
+    filler: Filler | None = None
+    """That fills the first buckets."""
 
 
 @contextlib.contextmanager

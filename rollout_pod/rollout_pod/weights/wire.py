@@ -163,9 +163,9 @@ class Mapped(Message):
 
 
 class Direct(Message):
-    """Sender, instead of all buckets: tensor i of the manifest lies ``places[i][1]`` bytes into
+    """Sender, instead of buckets: tensor i of the manifest lies ``places[i][1]`` bytes into
     ``regions[places[i][0]]``, and stays as it is until the report. ``generation`` counts how
-    often the sender's tensors have moved.
+    often the sender's tensors have moved. There may be several, each for the next tensors.
     """
 
     kind: Literal["direct"] = "direct"
@@ -175,6 +175,10 @@ class Direct(Message):
     places: tuple[tuple[Count, Count], ...] = ()
     same: Digest = ""
     """Instead of both: the digest of places that the rank holds."""
+    first: Count = 0
+    """Of the manifest's tensors that may be read now; those before were in earlier messages."""
+    count: Count | None = None
+    """How many of them; None for all the rest."""
 
     @property
     def digest(self) -> str:
