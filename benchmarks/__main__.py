@@ -18,6 +18,7 @@ BENCHMARKS: Final = {
     "update-moe": "benchmarks.update_moe",
     "update-shm": "benchmarks.update_shm",
     "update-staged": "benchmarks.update_staged",
+    "update-verl": "benchmarks.update_verl",
     "writes": "benchmarks.writes",
 }
 """Imported when asked for: some need an engine, some a cluster."""

@@ -7,6 +7,7 @@ come out of host memory one after the other without a pause: more than any train
 import asyncio
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -87,104 +88,124 @@ def _switch(count: int) -> dict[str, float]:
 async def _decoding(quick: bool) -> float:
     """Tokens a second while versions are staged, as a share of those without."""
     shape = "half" if quick else "qwen3-8b"
-    async with _engine(shape) as (engine, tensors):
-        pusher = _Stager(engine, WeightSender(engine.rank_sockets(), device=Cuda(0)))
-        await pusher.update("first", tensors)
-        host = {name: tensor.cpu() for name, tensor in tensors.items()}
-        stager = _Stager(
-            engine,
-            WeightSender(engine.rank_sockets(), transport="shared_memory", bucket_bytes=256 << 20),
-        )
-        await pusher.close()
+    tokens = 512
+    async with _engine(shape) as (engine, tensors, checkpoint):
+        await _first_update(engine, tensors)
+        tensors.clear()
+        stager = await _Stager.start(engine, checkpoint)
+        await stager.stage("warm")
         await _tokens_s(engine, 32)
-        rows: list[dict[str, object]] = []
         alone, beside = [], []
         for _ in range(2):
-            alone.append(await _tokens_s(engine, 512))
-            task = asyncio.create_task(stager.stage_on(host))
+            alone.append(await _tokens_s(engine, tokens))
+            staging = asyncio.create_task(stager.stage_on())
             try:
-                beside.append(await _tokens_s(engine, 512))
+                beside.append(await _tokens_s(engine, tokens))
             finally:
                 stager.stop = True
-                await task
-                stager.stop = False
-        calls = stager.seconds
-        await engine.pause()
-        started = time.perf_counter()
-        reports = await engine.switch_weights(stager.version, timeout_s=60)
-        switched = time.perf_counter() - started
-        assert all(report.ok for report in reports), reports
-        assert await engine.clear_caches()
-        await engine.resume()
+                await staging
+        switches = []
+        for _ in range(5):
+            await engine.pause()
+            started = time.perf_counter()
+            (report,) = await engine.switch_weights(stager.version, timeout_s=60)
+            switches.append((time.perf_counter() - started, report.seconds))
+            assert report.ok, report
+            assert await engine.clear_caches()
+            await engine.resume()
         await _tokens_s(engine, 32)
         share = max(beside) / max(alone)
-        row: dict[str, object] = {
-            "what": f"{shape}, {CONCURRENT} decoding", "tokens/s alone": max(alone),
-            "while staging": max(beside), "share": share, "versions staged": len(calls),
-            "staging s": statistics.median(calls),
-            "GB/s": sum(t.numel() * t.element_size() for t in host.values())
-            / statistics.median(calls) / 1e9,
-            "engine's switch ms": 1000 * switched,
-            "of it the rank ms": 1000 * reports[0].seconds,
-        }  # fmt: skip
-        rows.append(row)
-        tell(row)
+        seconds = statistics.median(stager.seconds)
+        tell(
+            {
+                "what": f"{shape}, {CONCURRENT} decoding",
+                "tokens/s alone": max(alone),
+                "while staging": max(beside),
+                "share": share,
+                "versions staged": len(stager.seconds),
+                "staging s": seconds,
+                "GB/s": stager.nbytes / seconds / 1e9,
+                "switch ms": 1000 * statistics.median(call for call, _ in switches),
+                "in the rank": 1000 * statistics.median(rank for _, rank in switches),
+            }
+        )
         await stager.close()
         return share
 
 
-class _Stager:
-    """Sends versions to an engine that serves."""
+async def _first_update(engine: VllmEngine, tensors: Tensors) -> None:
+    """An ordinary one, which shows where each byte belongs."""
+    loads: list[Any] = []
+    loop = asyncio.get_running_loop()
 
-    def __init__(self, engine: VllmEngine, sender: WeightSender) -> None:
+    async def load(session: str) -> None:
+        await engine.pause()
+        reports = await engine.load_weights(session, version="first", flush=False, timeout_s=120)
+        assert all(report.ok for report in reports), reports
+        assert await engine.clear_caches()
+        await engine.resume()
+
+    def accepted(session: str) -> None:
+        loads.append(asyncio.run_coroutine_threadsafe(load(session), loop))
+
+    sender = WeightSender(engine.rank_sockets(), device=Cuda(0))
+    await sender.send_async("first", tensors, timeout_s=120, on_accepted=accepted)
+    await asyncio.wrap_future(loads[0])
+    await asyncio.to_thread(sender.close)
+
+
+class _Stager:
+    """``benchmarks.stager``, which stages versions in an engine that serves."""
+
+    def __init__(self, engine: VllmEngine, process: asyncio.subprocess.Process) -> None:
         self._engine = engine
-        self._sender = sender
-        self._count = 0
+        self._process = process
+        self.nbytes = 0
         self.version = ""
         self.seconds: list[float] = []
         self.stop = False
 
-    async def update(self, version: str, tensors: Tensors) -> None:
-        """An ordinary one, which shows where each byte belongs."""
-        loads: list[Any] = []
-        loop = asyncio.get_running_loop()
+    @classmethod
+    async def start(cls, engine: VllmEngine, checkpoint: Path) -> "_Stager":
+        """With the checkpoint in shared memory."""
+        (socket,) = engine.rank_sockets()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "benchmarks.stager", str(socket), str(checkpoint),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        made = cls(engine, process)
+        made.nbytes = (await made._hear())["bytes"]
+        return made
 
-        async def load(session: str) -> None:
-            await self._engine.pause()
-            reports = await self._engine.load_weights(
-                session, version=version, flush=False, timeout_s=120
-            )
-            assert all(report.ok for report in reports), reports
-            assert await self._engine.clear_caches()
-            await self._engine.resume()
+    async def stage(self, version: str) -> float:
+        """One version; the seconds it took."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{version}\n".encode())
+        session = (await self._hear())["accepted"]
+        await self._engine.stage_weights(session, version=version, timeout_s=60)
+        done = await self._hear()
+        assert done["path"] == "staged", done
+        self.version = version
+        return float(done["seconds"])
 
-        def accepted(session: str) -> None:
-            loads.append(asyncio.run_coroutine_threadsafe(load(session), loop))
-
-        await self._sender.send_async(version, tensors, timeout_s=120, on_accepted=accepted)
-        await asyncio.wrap_future(loads[0])
-
-    async def stage_on(self, tensors: Tensors) -> None:
+    async def stage_on(self) -> None:
         """One after the other, until ``stop``."""
-        loop = asyncio.get_running_loop()
+        self.stop = False
         while not self.stop:
-            self._count += 1
-            version = f"staged-{self._count}"
-
-            def accepted(session: str, version: str = version) -> None:
-                call = self._engine.stage_weights(session, version=version, timeout_s=60)
-                asyncio.run_coroutine_threadsafe(call, loop).result(30)
-
-            sent = await self._sender.send_async(
-                version, tensors, timeout_s=60, on_accepted=accepted
-            )
-            assert sent.reports[0].path == "staged", sent.reports
-            self.version = version
-            self.seconds.append(sent.seconds["total"])
+            self.seconds.append(await self.stage(f"staged-{len(self.seconds)}"))
 
     async def close(self) -> None:
-        """Let the ranks unmap what was sent from."""
-        await asyncio.to_thread(self._sender.close)
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+
+    async def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(150):
+            line = await self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 async def _tokens_s(engine: VllmEngine, tokens: int) -> float:
@@ -204,8 +225,8 @@ async def _tokens_s(engine: VllmEngine, tokens: int) -> float:
 
 
 @asynccontextmanager
-async def _engine(shape: str) -> AsyncIterator[tuple[VllmEngine, dict[str, torch.Tensor]]]:
-    """With a slot on its device; and the tensors that it was started with."""
+async def _engine(shape: str) -> AsyncIterator[tuple[VllmEngine, dict[str, torch.Tensor], Path]]:
+    """With a slot on its device; the tensors that it was started with, and their file."""
     with tempfile.TemporaryDirectory(prefix="staged-") as name:
         folder = Path(name)
         make(folder / "model", dtype="bfloat16")
@@ -222,7 +243,8 @@ async def _engine(shape: str) -> AsyncIterator[tuple[VllmEngine, dict[str, torch
         config.write_text(json.dumps(document))
         tensors = _sane_tensors(shape)
         host = {name: tensor.cpu() for name, tensor in tensors.items()}
-        save_file(host, folder / "model" / "model.safetensors", {"format": "pt"})
+        checkpoint = folder / "model" / "model.safetensors"
+        save_file(host, checkpoint, {"format": "pt"})
         del host
         engine = VllmEngine(
             EngineSettings(
@@ -232,7 +254,7 @@ async def _engine(shape: str) -> AsyncIterator[tuple[VllmEngine, dict[str, torch
         )  # fmt: skip
         try:
             await engine.start()
-            yield engine, tensors
+            yield engine, tensors, checkpoint
         finally:
             await engine.shutdown()
 
