@@ -33,6 +33,7 @@ class Rank:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self._answer(180) == "ready"
+        self.pid = self._process.pid
 
     def expect(self, version: str, kind: str = "load") -> None:
         """The version that the next session brings."""

@@ -111,7 +111,7 @@ async def _decoding(quick: bool) -> float:
             (report,) = await engine.switch_weights(stager.version, timeout_s=60)
             switches.append((time.perf_counter() - started, report.seconds))
             assert report.ok, report
-            assert await engine.clear_caches()
+            assert (await engine.clear_caches()).is_complete
             await engine.resume()
         await _tokens_s(engine, 32)
         share = max(beside) / max(alone)
@@ -142,7 +142,7 @@ async def _first_update(engine: VllmEngine, tensors: Tensors) -> None:
         await engine.pause()
         reports = await engine.load_weights(session, version="first", flush=False, timeout_s=120)
         assert all(report.ok for report in reports), reports
-        assert await engine.clear_caches()
+        assert (await engine.clear_caches()).is_complete
         await engine.resume()
 
     def accepted(session: str) -> None:

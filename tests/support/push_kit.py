@@ -31,7 +31,7 @@ async def push(
     sent = await sender.send_async(version, tensors, timeout_s=60, on_accepted=accepted)
     reports = await loads[0]
     assert all(report.ok for report in reports), reports
-    assert await engine.clear_caches()
+    assert (await engine.clear_caches()).is_complete
     await engine.resume()
     (path,) = {f"{report.path}: {report.note}".rstrip(": ") for report in reports}
     return sent, path
@@ -57,6 +57,6 @@ async def switch(engine: VllmEngine, version: str):
     await engine.pause()
     reports = await engine.switch_weights(version, timeout_s=30)
     if all(report.ok for report in reports):
-        assert await engine.clear_caches()
+        assert (await engine.clear_caches()).is_complete
     await engine.resume()
     return reports
