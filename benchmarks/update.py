@@ -149,8 +149,8 @@ def _in_turns(
     sender: WeightSender, there: Rank, tensors: Mapping[str, torch.Tensor], quick: bool
 ) -> list[tuple[SentWeights, dict[str, Any]]]:
     """As where no GPU can write into shared memory: filling and loading do not overlap."""
-    sender._drop_counters()
-    sender._uncountable = "for comparison"
+    sender._memory._drop_counters()
+    sender._memory._uncountable = "for comparison"
     return updates(sender, there, tensors, 5 if quick else 20)
 
 

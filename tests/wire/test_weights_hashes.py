@@ -48,7 +48,7 @@ async def test_a_byte_that_changes_on_the_way_is_found(place, trainer, monkeypat
     def damage(self, bucket, *, segment: str, base: int, filled: int = 0) -> None:
         if bucket.seq == bad.seq:
             piece = bucket.entries[-1]
-            trainer._ring.view(base + piece.offset, piece.nbytes)[-1] ^= 1
+            trainer._memory.ring.view(base + piece.offset, piece.nbytes)[-1] ^= 1
         push(self, bucket, segment=segment, base=base, filled=filled)
 
     monkeypatch.setattr(Session, "push", damage)

@@ -109,7 +109,7 @@ async def test_no_bucket_is_filled_again_before_it_is_copied(pair: Pair) -> None
     sending = asyncio.ensure_future(pair.send(3))
     await held_back(pair.theirs, 2)  # both are acknowledged, and copied nobody knows when
     assert pair.ours.calls["signal"] - before == 2
-    buckets = len(pair.sender._manifest.plan(BUCKET).buckets)
+    buckets = len(pair.sender._looker.manifest.plan(BUCKET).buckets)
     assert buckets > 4
     pair.theirs.catch_up()
     await sending
@@ -153,9 +153,9 @@ async def test_the_first_buckets_are_filled_while_the_ranks_are_greeted(
 
 async def test_what_was_filled_for_other_counters_is_filled_again(pair: Pair) -> None:
     pair.place.receivers[0]._talker._greeter.forget()  # it has nothing mapped any more
-    first = pair.sender._counters
+    first = pair.sender._memory._counters
     await pair.send(3)
-    assert pair.sender._counters is not first
+    assert pair.sender._memory._counters is not first
     assert pair.holds(3)
 
 
@@ -250,14 +250,14 @@ async def test_counts_that_nobody_mapped_are_refused(pair: Pair) -> None:
 
 async def test_a_rank_that_forgot_gets_new_counters(pair: Pair) -> None:
     """Another sender was there in between."""
-    first = pair.sender._counters
+    first = pair.sender._memory._counters
     other = Pair(pair.place)
     other.loader = pair.loader
     await other.send(5)
     await asyncio.to_thread(other.sender.close)
     sent = await pair.send(6)
     assert (sent.reason, pair.holds(6)) == ("", True)
-    assert pair.sender._counters is not first
+    assert pair.sender._memory._counters is not first
     assert pair.place.segments() == []
 
 

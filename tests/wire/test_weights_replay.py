@@ -55,7 +55,7 @@ def held(loader: SyntheticLoader, tensors) -> bool:
 
 
 def tables_of(sender: WeightSender) -> dict:
-    ring = sender._ring
+    ring = sender._memory.ring
     return dict(ring.tables._ready) if ring is not None and ring.tables is not None else {}
 
 
@@ -121,7 +121,7 @@ async def test_a_failure_says_whether_the_model_was_touched(place, shape) -> Non
     loader = SyntheticLoader(shape, "cpu", None)
     first = make_tensors(shape, "cpu", 1)
     assert (await send(place, sender, loader, "v1", first)).ok
-    manifest = sender._manifest
+    manifest = sender._looker.manifest
     sender.close()
 
     silent = Session("silent", place.rank_sockets, place.shm_dir)

@@ -5,45 +5,34 @@ tensors) makes the second update as fast as its bytes can be moved.
 """
 
 import asyncio
-import contextlib
 import functools
-import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
-
-import torch
+from typing import Literal
 
 from rollout_pod.weights import wire
-from rollout_pod.weights.device import Device, DeviceError, NotExportableError
+from rollout_pod.weights.device import Device, DeviceError
 from rollout_pod.weights.direct import Exports, MovedError
 from rollout_pod.weights.fill import (
     DeviceRing,
     Filler,
-    Ring,
     SegmentRing,
     SourceChangedError,
-    fits,
-    spec_of,
 )
-from rollout_pod.weights.hashes import hashed
 from rollout_pod.weights.manifest import Manifest
-from rollout_pod.weights.progress import OwnCounters
 from rollout_pod.weights.push import stream
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.sender import TOKEN_BYTES, Meanwhile, RanksError, Session, TransferFailed
+from rollout_pod.weights.sender import Meanwhile, RanksError, Session, TransferFailed
+from rollout_pod.weights.trainer_look import UNHASHED, Look, Looker, Mode, Tensors, step
+from rollout_pod.weights.trainer_memory import TrainerMemory
+
+__all__ = ["Mode", "SentWeights", "Tensors", "Transport", "WeightSender"]
 
 Transport = Literal["auto", "shared_memory", "cuda_ipc"]
-Mode = Literal["auto", "bucketed", "direct"]
-Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-
-UNHASHED: Final = "hashes are compared in buckets only"
-
-_PROBE_BYTES: Final = 256
 
 
 @dataclass(frozen=True)
@@ -106,21 +95,12 @@ class WeightSender:
         self._paths = paths
         self._shm_dir = shm_dir
         self._transport = transport
-        self._mode = mode
-        self._bucket_bytes = bucket_bytes
         self._device = device
         self._ranks = ranks
         self._world = world
-        self._hashes = hashes
         self._session: Session | None = None
-        self._ring: Ring | None = None
-        self._exports = Exports(device) if device is not None else None
-        self._old: list[Ring] = []
-        self._probe = self._probe_offset = 0
-        self._probe_region: tuple[str, bytes, int] = ("", b"", 0)
-        self._manifest: Manifest | None = None
-        self._counters: OwnCounters | None = None
-        self._uncountable = ""
+        self._looker = Looker(mode, hashes=hashes, device=device)
+        self._memory = TrainerMemory(shm_dir, device, bucket_bytes, world or len(paths))
 
     def send(
         self,
@@ -155,39 +135,39 @@ class WeightSender:
         deadline = started + timeout_s
         steps: dict[str, float] = {}
         if self._device is not None:
-            with _step(steps, "drain"):
+            with step(steps, "drain"):
                 self._device.drain()
         try:
-            look = _Look(version, tensors, manifest)
+            look = Look(version, tensors, manifest)
             link = self._greet(name, deadline, steps, look)
-            self._look(look, link, steps)
+            self._looker.look(look, link, steps)
             direct, shown = look.direct, look.shown
-            assert shown is not None  # noqa: S101 - _look() sets it
+            assert shown is not None  # noqa: S101 - look() sets it
             reason = "; ".join(text for text in (link.reason, look.why) if text)
-            with _step(steps, "manifest"):
+            with step(steps, "manifest"):
                 link.offer(shown, deadline - time.monotonic())
-            with _step(steps, "map"):
-                slower = self._map(link, shown, direct, deadline)
+            with step(steps, "map"):
+                slower = self._memory.map(link, shown, direct, deadline)
                 reason = "; ".join(text for text in (reason, slower) if text)
             if on_accepted is not None:
-                with _step(steps, "accepted"):
+                with step(steps, "accepted"):
                     on_accepted(name)
-            with _step(steps, "transfer"):
+            with step(steps, "transfer"):
                 if direct is not None:
                     reports = self._direct(link, direct, deadline, steps)
                 else:
                     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-                    assert self._ring is not None  # noqa: S101 - _map made it
+                    ring = self._memory.ring
+                    assert ring is not None  # noqa: S101 - map() made it
                     filler = look.filler
-                    if filler is not None and filler.counters is not self._ring.counters:
+                    if filler is not None and filler.counters is not ring.counters:
                         filler = None  # another page: nobody would hear of it
                     reports = stream(
-                        link, pairs, shown, self._ring, self._bucket_bytes, deadline, steps, filler
+                        link, pairs, shown, ring, self._memory.bucket_bytes, deadline, steps, filler
                     )
         except BaseException as error:
             self._hang_up(f"{type(error).__name__}: {error}")
-            if self._ring is not None:
-                self._ring.wait()  # what queued copies read must not go before them
+            self._memory.settle()
             raise
         steps["total"] = time.monotonic() - started
         return SentWeights(
@@ -222,26 +202,20 @@ class WeightSender:
             except (RanksError, DeviceError):
                 pass  # they are gone, or unmap it when they see that we are
         self._hang_up("the sender was closed")
-        self._drop_ring()
-        self._free_old()
-        self._drop_counters()
-        if self._exports is not None:
-            self._exports.clear()
-        if self._probe and self._device is not None:
-            self._device.free(self._probe)
-            self._probe = 0
+        self._memory.close()
+        self._looker.forget()
 
     # --- the steps ---
 
     def _greet(
-        self, session: str, deadline: float, steps: dict[str, float], look: "_Look | None" = None
+        self, session: str, deadline: float, steps: dict[str, float], look: Look | None = None
     ) -> Session:
         meanwhile: Meanwhile | None = None
         known = self._session
         if known is not None and look is not None and isinstance(look.tensors, Mapping):
             # most likely it is the same transport again
             meanwhile = functools.partial(self._meanwhile, look, known, steps)
-        with _step(steps, "hello"):
+        with step(steps, "hello"):
             if self._session is None:
                 self._session = Session(
                     session, self._paths, self._shm_dir, self.cancel, ranks=self._ranks,
@@ -249,35 +223,19 @@ class WeightSender:
                 )  # fmt: skip
             else:
                 self._session.renew(session)
-            ring = self._ring
+            ring = self._memory.ring
             self._session.greet(
                 deadline - time.monotonic(),
                 ring.segment if isinstance(ring, SegmentRing) else None,
-                device=self._token() if self._transport != "shared_memory" else None,
+                device=self._memory.token() if self._transport != "shared_memory" else None,
                 fallback=self._transport == "auto",
                 meanwhile=meanwhile,
             )
         return self._session
 
-    def _token(self) -> tuple[wire.DeviceProbe, bytes] | None:
-        device = self._device
-        if device is None:
-            return None
-        token = secrets.token_bytes(TOKEN_BYTES)
-        if not self._probe:
-            self._probe = device.allocate(_PROBE_BYTES)
-            found = device.export(self._probe)
-            self._probe_region = (f"probe-{secrets.token_hex(8)}", found.handle, found.nbytes)
-            self._probe_offset = self._probe - found.address
-        device.write(self._probe, token)
-        where = wire.DeviceProbe(
-            gpu_uuid=device.uuid, handle=self._probe_region[1], offset=self._probe_offset
-        )
-        return where, token
-
     def _meanwhile(
         self,
-        look: "_Look",
+        look: Look,
         link: Session,
         steps: dict[str, float],
         show: Callable[[Manifest], None],
@@ -285,12 +243,12 @@ class WeightSender:
         """What can be done before the ranks have answered. They read nothing of the ring: they have
         loaded all of the last update, or the connection would not be the same.
         """
-        shown = self._look(look, link, steps)
+        shown = self._looker.look(look, link, steps)
         show(shown)
-        ring = self._ring
+        ring = self._memory.ring
         if look.direct or not isinstance(ring, DeviceRing) or ring.counters is None:
             return
-        buckets = shown.plan(self._bucket_bytes).buckets
+        buckets = shown.plan(self._memory.bucket_bytes).buckets
         if isinstance(look.tensors, Mapping) and all(b.length <= ring.size for b in buckets):
             look.filler = Filler(look.tensors.items(), shown, ring)
             try:
@@ -298,163 +256,13 @@ class WeightSender:
             except SourceChangedError as error:
                 raise TransferFailed(str(error)) from error
 
-    def _look(self, look: "_Look", link: Session, steps: dict[str, float]) -> Manifest:
-        """Find out, once for a transport, in which mode an update goes, and what it consists of."""
-        if look.shown is None or look.transport != link.transport:
-            look.transport = link.transport
-            with _step(steps, "look"):
-                wants = self._hashes or bool(look.manifest and look.manifest.hashes)
-                look.direct, look.why = self._pick(look.version, look.tensors, link, wants)
-                if look.direct is not None and look.direct.manifest is not None:
-                    look.shown = look.direct.manifest
-                else:
-                    look.shown = self._describe(look.version, look.tensors, look.manifest)
-                self._manifest = look.shown
-            if self._hashes and not look.shown.hashes:
-                with _step(steps, "hash"):
-                    look.shown = self._hashed(look.shown, look.tensors)
-        return look.shown
-
-    def _pick(
-        self, version: str, tensors: Tensors, link: Session, hashes: bool
-    ) -> tuple[Exports | None, str]:
-        """The exports, if the mode is direct; else None, and why."""
-        why = ""
-        if self._mode == "bucketed":
-            return None, ""
-        if hashes and self._mode == "direct":
-            raise NotExportableError(f"mode direct does not work: {UNHASHED}")
-        if hashes:
-            return None, f"bucketed: {UNHASHED}"
-        if link.transport != "cuda_ipc" or self._exports is None:
-            why = "" if link.reason else "the tensors are not on a GPU"
-        elif not isinstance(tensors, Mapping):
-            why = "tensors that come one after another cannot be read in place"
-        else:
-            try:
-                self._exports.renew(version, tensors)
-            except NotExportableError as error:
-                why = str(error)
-            else:
-                return self._exports, ""
-        if self._mode == "direct":
-            raise NotExportableError(f"mode direct does not work: {why or link.reason}")
-        return None, f"bucketed: {why}" if why else ""
-
-    def _describe(self, version: str, tensors: Tensors, manifest: Manifest | None) -> Manifest:
-        if manifest is not None:
-            if manifest.version != version:
-                raise TransferFailed(f"the manifest is of version {manifest.version!r}")
-            return manifest
-        if isinstance(tensors, Mapping):
-            known = self._manifest
-            if (
-                known is not None
-                and len(tensors) == len(known.tensors)
-                and all(map(fits, known.tensors, tensors.keys(), tensors.values()))
-            ):
-                return known.renamed(version)
-            specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
-            return Manifest(version, specs)
-        if self._manifest is None:
-            raise TransferFailed("tensors that come one after another need a manifest")
-        return self._manifest.renamed(version)
-
-    def _hashed(self, manifest: Manifest, tensors: Tensors) -> Manifest:
-        if not isinstance(tensors, Mapping):
-            raise TransferFailed(
-                "hashes are sent before the bytes: tensors that come one after another need a "
-                "manifest that has them (hashes.hashed)"
-            )
-        return hashed(manifest, tensors)
-
-    def _map(
-        self, link: Session, manifest: Manifest, direct: Exports | None, deadline: float
-    ) -> str:
-        """Have the memory of this update, and have it mapped, unless it is already. Returns why
-        filling and copying do not overlap as they could.
-        """
-        counted: DeviceRing | None = None
-        regions: list[tuple[str, bytes, int]] = []
-        segments: list[str] = []
-        if link.transport == "cuda_ipc":
-            regions.append(self._probe_region)
-        if direct is not None:
-            self._drop_ring()
-            regions += direct.regions
-        else:
-            ring = self._obtain_ring(link, manifest)
-            if isinstance(ring, DeviceRing):
-                regions.append((ring.name, ring.exported.handle, ring.exported.nbytes))
-                counted = ring
-            else:
-                segments.append(ring.name)
-        counters = self._count(link, regions) if counted is not None else None
-        name = counters.name if counters is not None else None
-        link.map(deadline - time.monotonic(), device=regions, segments=segments, counters=name)
-        self._free_old()
-        if counted is None:
-            return ""
-        why = link.uncounted if counters is not None else self._uncountable
-        counted.counters = None if why else counters
-        if counters is not None:
-            counters.hide()
-        return f"each side waits for its own copies: {why}" if why else ""
-
-    def _count(
-        self, link: Session, regions: Sequence[tuple[str, bytes, int]]
-    ) -> OwnCounters | None:
-        """A page of counters: the one that the ranks have, or a new one."""
-        have = self._counters
-        if have is not None and link.maps(device=regions, counters=have.name):
-            return have
-        self._drop_counters()
-        if self._device is not None and not self._uncountable:
-            world = self._world or len(self._paths)
-            try:
-                self._counters = OwnCounters(self._shm_dir, link.prefix, self._device, world)
-            except DeviceError as error:
-                self._uncountable = str(error)
-        return self._counters
-
-    def _drop_counters(self) -> None:
-        counters, self._counters = self._counters, None
-        if counters is not None:
-            if self._device is not None:
-                self._device.synchronize()  # a count may be queued
-            counters.close()
-
-    def _obtain_ring(self, link: Session, manifest: Manifest) -> Ring:
-        plan = manifest.plan(self._bucket_bytes)
-        longest = max((bucket.length for bucket in plan.buckets), default=0)
-        on_device = link.transport == "cuda_ipc"
-        ring = self._ring
-        if ring is not None and ring.size >= longest and isinstance(ring, DeviceRing) == on_device:
-            return ring
-        self._drop_ring()
-        if on_device and self._device is not None:
-            self._ring = DeviceRing(self._device, "ring-", longest)
-        else:
-            self._ring = SegmentRing(self._shm_dir, link.prefix, longest, self._device)
-        return self._ring
-
-    def _drop_ring(self) -> None:
-        """Its memory is kept until no rank has it mapped."""
-        if self._ring is not None:
-            self._old.append(self._ring)
-            self._ring = None
-
-    def _free_old(self) -> None:
-        while self._old:
-            self._old.pop().close()
-
     def _direct(
         self, link: Session, exports: Exports, deadline: float, steps: dict[str, float]
     ) -> tuple[LoadReport, ...]:
         message = exports.message
         assert message is not None  # noqa: S101 - renew() made it
         known = exports.digest in link.holds
-        with _step(steps, "look again"):  # while the ranks copy
+        with step(steps, "look again"):  # while the ranks copy
             try:
                 for first, count in exports.parts():
                     news: dict[str, object] = {
@@ -476,29 +284,3 @@ class WeightSender:
         if link is not None:
             link.abort(reason)
             link.close()
-
-
-@dataclass
-class _Look:
-    """What an update was found to be."""
-
-    version: str
-    tensors: Tensors
-    manifest: Manifest | None
-    transport: wire.Transport | None = None
-    """For which it was found."""
-    direct: Exports | None = None
-    """If the ranks read the tensors in place; else ``why`` not."""
-    why: str = ""
-    shown: Manifest | None = None
-    filler: Filler | None = None
-    """That fills the first buckets."""
-
-
-@contextlib.contextmanager
-def _step(steps: dict[str, float], name: str) -> Iterator[None]:
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        steps[name] = time.monotonic() - started
