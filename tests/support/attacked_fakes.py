@@ -11,6 +11,7 @@ from rollout_pod.engine.base import (
     EngineDeadError,
     EngineDelta,
     EngineError,
+    EngineHungError,
     EngineInternalError,
     EngineOutput,
     EngineRequest,
@@ -97,7 +98,7 @@ class AttackedEngine(FakeEngine):
         if self.takes("pause hangs"):
             self.doomed = "pause hangs"
             await asyncio.sleep(CALL_S)
-            raise EngineInternalError("the engine did not pause in time")
+            raise EngineHungError("the engine did not pause in time")
         if self.takes("pause raises"):
             self.doomed = "pause raises"
             raise EngineError("cannot pause")
@@ -242,10 +243,8 @@ class AttackedEngine(FakeEngine):
     async def _call(self, what: str) -> None:
         """Every call may find the engine dead or hung, and takes its time."""
         if self.hangs:
-            if what == "load":  # a load has a deadline of its own, and is tried again
-                self.hung_at = asyncio.get_running_loop().time()
             await asyncio.sleep(CALL_S)
-            raise EngineInternalError(f"the engine did not {what} in time")
+            raise EngineHungError(f"the engine did not {what} in time")
         await asyncio.sleep(0)
         if self.dead:
             raise EngineDeadError(self.dead)

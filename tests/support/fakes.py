@@ -16,7 +16,8 @@ from rollout_pod.engine.base import (
     CacheReport,
     EngineDeadError,
     EngineDelta,
-    EngineError,
+    EngineHungError,
+    EngineInternalError,
     EngineOutput,
     EngineRequest,
     EngineSettings,
@@ -77,6 +78,9 @@ class FakeEngine:
     dead: str | None = None
     pause_hangs: bool = False
     hangs: bool = False
+    load_hangs: bool = False
+    fault: str | None = None
+    """Of a device: known to ``ping``, before any request meets it."""
     silent_ranks: set[int] = field(default_factory=set)
     refuse_clear: int = 0
     asleep: set[SleepTag] = field(default_factory=set)
@@ -222,6 +226,8 @@ class FakeEngine:
         if SleepTag.WEIGHTS in self.asleep:
             raise AssertionError("weights were loaded into released memory")
         assert self.agent is not None
+        if self.load_hangs:
+            raise EngineHungError(f"the engine did not load within {timeout_s:g} s")
         outcome = await self.agent.outcome(session, version)
         if outcome == "dies":
             self.kill("died in a load")
@@ -301,7 +307,11 @@ class FakeEngine:
     async def ping(self, *, timeout_s: float) -> None:
         if self.hangs:
             await asyncio.sleep(timeout_s)
-            raise EngineError(f"the engine did not answer within {timeout_s:g} s")
+            raise EngineHungError(
+                f"the engine did not answer within {timeout_s:g} s: its loop hangs"
+            )
+        if self.fault:
+            raise EngineInternalError(self.fault)
 
     def front_end(self) -> App:
         if self.server is None:

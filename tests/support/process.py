@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +47,8 @@ class ServeProcess:
     run_dir: Path
     options: Sequence[str] = ()
     engine_args: Sequence[str] = BASE_ARGS
+    env: Mapping[str, str] | None = None
+    """Of the process, instead of this one's."""
     data: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     admin: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     process: subprocess.Popen[bytes] | None = None
@@ -65,7 +67,7 @@ class ServeProcess:
                     f"--admin-address={self.admin}", *self.options, *options, "--",
                     *self.engine_args,
                 ],
-                stdout=log, stderr=log,
+                stdout=log, stderr=log, env=self.env,
             )  # fmt: skip
 
     def until(
@@ -159,8 +161,8 @@ class ServeProcess:
         assert answer.status_code == 200, answer.text
         return GenerateResponse.model_validate_json(answer.content)
 
-    def begin(self, prompt: list[int], max_tokens: int) -> Future[GenerateResponse]:
-        return self._pool.submit(self.generate, prompt, max_tokens)
+    def begin(self, prompt: list[int], max_tokens: int, **more: object) -> Future[GenerateResponse]:
+        return self._pool.submit(self.generate, prompt, max_tokens, **more)
 
     def get(self, path: str) -> int:
         return httpx.get(f"http://{self.data}{path}", timeout=10).status_code

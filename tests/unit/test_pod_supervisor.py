@@ -509,6 +509,38 @@ async def test_a_hung_engine_ends_the_process(tmp_path: Path) -> None:
         assert pod.supervisor.liveness_error() is not None
 
 
+async def test_a_faulted_device_ends_the_process_before_a_request_meets_it(tmp_path: Path) -> None:
+    async with running_pod(tmp_path, heartbeat_s=0.02, heartbeat_timeout_s=0.05) as pod:
+        pod.want(paused=True)
+        await pod.until(lambda s: s.phase == "Paused")
+        pod.engine.fault = "a device has faulted: rank 0: CUDA error"
+        with pytest.raises(PodFailed, match="CUDA error"):
+            await asyncio.wait_for(asyncio.shield(pod.task), 5)
+        assert pod.supervisor.liveness_error() == pod.engine.fault
+
+
+async def test_an_engine_that_hangs_in_a_load_is_not_the_versions_fault(tmp_path: Path) -> None:
+    """Though it is found only so, thrice: the next engine loads the version."""
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.want(ref("step-1"))
+        pod.engine.load_hangs = True
+        await _no_report(pod)
+    for _ in range(2):
+        async with running_pod(tmp_path, engine=FakeEngine(load_hangs=True)) as pod:
+            await _no_report(pod)
+    async with running_pod(tmp_path) as pod:
+        await pod.serving("step-1")
+
+
+async def _no_report(pod: Pod) -> None:
+    with pytest.raises(PodFailed, match=r"no report of the load of step-1: .* within"):
+        await asyncio.wait_for(asyncio.shield(pod.task), 5)
+    assert pod.state.update and pod.state.update.phase is UpdatePhase.FAILED
+    assert pod.state.rejected is None
+
+
 async def test_a_load_is_no_hang(tmp_path: Path) -> None:
     async with running_pod(tmp_path, heartbeat_s=0.02, heartbeat_timeout_s=0.05) as pod:
         pod.want()

@@ -24,6 +24,10 @@ class EngineInternalError(EngineError):
     """Nothing was wrong with what it was asked: the fault is the engine's."""
 
 
+class EngineHungError(EngineInternalError):
+    """It did not answer in time. What it was asked may be done yet, or never."""
+
+
 class SleepUnsupported(EngineError):
     """It was not started so that it could sleep. Nothing was released, nothing is lost."""
 
@@ -310,6 +314,9 @@ class Engine(Protocol):
         Only while paused. ``flush`` first clears what a failed load left. A rank that fails says
         so in its report; the call returns within ``timeout_s`` (plus a second) whatever a sender
         does.
+
+        Raises:
+            EngineHungError: a rank did not report in time, which is no fault of the version.
         """
 
     async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:
@@ -366,10 +373,11 @@ class Engine(Protocol):
         """The folder that ``base`` was loaded from; None where that is no local folder."""
 
     async def ping(self, *, timeout_s: float) -> None:
-        """Return when the engine's loop has answered: between two of its steps.
+        """Return when the engine's loop and its ranks have answered: between two of its steps.
 
         Raises:
-            EngineError: it did not answer in time.
+            EngineHungError: they did not answer in time.
+            EngineError: a device has faulted: it will not run a step any more.
         """
 
     def front_end(self) -> "App":

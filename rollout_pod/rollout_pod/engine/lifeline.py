@@ -7,7 +7,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rollout_pod.engine.base import EngineDeadError, EngineError, EngineInternalError
+from rollout_pod.engine.base import (
+    EngineDeadError,
+    EngineError,
+    EngineHungError,
+    EngineInternalError,
+)
 from rollout_pod.engine.output_tail import OutputTail
 
 T = TypeVar("T")
@@ -68,7 +73,8 @@ class Lifeline:
 
         Raises:
             EngineDeadError: it is dead, or died meanwhile.
-            EngineInternalError: it failed, or was late.
+            EngineHungError: it was late.
+            EngineInternalError: it failed.
         """
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
@@ -78,7 +84,7 @@ class Lifeline:
             while not task.done():
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise EngineInternalError(f"the engine did not {what} within {timeout_s:g} s")
+                    raise EngineHungError(f"the engine did not {what} within {timeout_s:g} s")
                 await asyncio.wait({task}, timeout=min(_POLL_S, left))
                 if not task.done() and (death := self.death()) is not None:
                     raise EngineDeadError(death)

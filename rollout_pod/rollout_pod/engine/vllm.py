@@ -21,6 +21,7 @@ from rollout_pod.engine.base import (
     CacheReport,
     EngineDeadError,
     EngineError,
+    EngineHungError,
     EngineInternalError,
     EngineOutput,
     EngineRequest,
@@ -49,6 +50,8 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _CALL_S = 60.0
+_RPC_SPARE_S = 10.0
+"""More for vLLM's own deadline than for ours, which tells of a hang: its own, of a failed call."""
 _PAUSE_S = 120.0
 """A pause waits for the step that runs: the longest prefill."""
 _MEMORY_S = 600.0
@@ -284,7 +287,13 @@ class VllmEngine:
 
     async def ping(self, *, timeout_s: float) -> None:
         """See ``Engine``."""
-        await self._lifeline.call(self._alive().is_paused(), "answer", timeout_s)
+        try:
+            faults = await self._on_ranks("rollout_fault", (), timeout_s, what="answer")
+        except EngineHungError as error:
+            raise EngineHungError(f"{error}: its loop hangs") from error
+        known = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
+        if known:
+            raise EngineInternalError(f"a device has faulted: {'; '.join(known)}")
 
     def metrics_text(self) -> bytes:
         """See ``Engine``. Those of ``vllm:`` are there unless it runs with --disable-log-stats."""
@@ -546,6 +555,8 @@ class VllmEngine:
         started = time.monotonic()
         try:
             answers = await self._on_ranks(method, args, timeout_s + 1)
+        except EngineHungError:
+            raise
         except EngineError as error:
             seconds = time.monotonic() - started
             host = socket.gethostname()
@@ -585,15 +596,15 @@ class VllmEngine:
     def _data_parallel(self) -> bool:
         return bool(self._world > self._llm.vllm_config.parallel_config.world_size)
 
-    async def _on_ranks(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    async def _on_ranks(
+        self, method: str, args: tuple[Any, ...], timeout_s: float, *, what: str = ""
+    ) -> list[Any]:
         """Call a method of every rank's worker, of all data-parallel engines."""
         llm = self._alive()
+        what = what or f"run {method}"
+        within = timeout_s + _RPC_SPARE_S
         if not self._data_parallel():
-            call = llm.collective_rpc(method, timeout=timeout_s, args=args)
-            return list(await self._lifeline.call(call, f"run {method}", timeout_s))
-        call = llm.engine_core.call_utility_all_async(
-            "collective_rpc", method, timeout_s, args, None
-        )
-        return [
-            a for each in await self._lifeline.call(call, f"run {method}", timeout_s) for a in each
-        ]
+            call = llm.collective_rpc(method, timeout=within, args=args)
+            return list(await self._lifeline.call(call, what, timeout_s))
+        call = llm.engine_core.call_utility_all_async("collective_rpc", method, within, args, None)
+        return [a for each in await self._lifeline.call(call, what, timeout_s) for a in each]

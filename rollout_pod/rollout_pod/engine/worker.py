@@ -166,7 +166,6 @@ class RolloutWorker:
 
     def rollout_free_memory(self) -> int | None:
         """Bytes that are free on this rank's device, whoever uses the rest; None on CPU."""
-        import torch
         from vllm.platforms import current_platform
 
         if not current_platform.is_cuda_alike():
@@ -174,6 +173,21 @@ class RolloutWorker:
         torch.cuda.synchronize()
         free, _ = torch.cuda.mem_get_info()
         return int(free)
+
+    def rollout_fault(self) -> str | None:
+        """What has gone wrong with this rank's device for good; None while it works.
+
+        Waits for nothing. vLLM itself learns of a fault with its next step: an idle engine never.
+        """
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cuda_alike():
+            return None
+        try:
+            torch.cuda.current_stream().query()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return None
 
     def rollout_replay(self, on: bool) -> None:
         """Whether later loads may be made by copies; off only where the two are compared."""

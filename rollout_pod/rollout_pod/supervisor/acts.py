@@ -15,6 +15,7 @@ from rollout_pod.engine.base import (
     Engine,
     EngineDeadError,
     EngineError,
+    EngineHungError,
     RankReport,
 )
 from rollout_pod.gate import CancelTimeout, Gate
@@ -146,8 +147,16 @@ class Acts:
         except EngineDeadError as error:
             self.fail_engine(str(error))
             problems.append(str(error))  # the cause is to be the container's last words
-        except (EngineError, TimeoutError) as error:
-            problems.append(f"the engine did not report: {error or 'time is over'}")
+        except (EngineHungError, TimeoutError) as error:
+            # no fault of the version: the engine that comes after this one loads it
+            message = f"no report of the load of {ref.version}: {error or 'time is over'}"
+            self.board.change(update=update_news(
+                self.board, phase=UpdatePhase.FAILED, message=message, finished_at=time.time(),
+            ))  # fmt: skip
+            self.fail_engine(message)
+            return
+        except EngineError as error:
+            problems.append(f"the engine did not report: {error}")
         finally:
             load.cancel()  # a call that nobody waits for any more, unless it has ended
             await asyncio.gather(load, return_exceptions=True)

@@ -1,4 +1,5 @@
-"""The heartbeat: an engine whose loop does not answer is dead, even if its process lives.
+"""The heartbeat: an engine whose loop does not answer is dead, even if its process lives; so is one
+whose device has faulted.
 
 Paused, sleeping and compiling engines answer between two steps. While weights are loaded, or
 memory is released or taken back, calls wait behind that: it has a deadline of its own, and the
@@ -42,7 +43,7 @@ class Heartbeat:
             except EngineError as error:
                 # a load that began meanwhile held the answer up: it has a deadline of its own
                 if _beats(self.board.state) and self.board.state.loaded == state.loaded:
-                    self.fail(f"{error}: its loop hangs")
+                    self.fail(str(error))
                     return
 
 
