@@ -279,10 +279,12 @@ async def test_the_openai_server_numbers_adapters_alike(engine: VllmEngine) -> N
     assert set(theirs) == {"one", "two"}
 
 
-async def test_an_update_changes_the_base_and_keeps_the_adapters(engine: VllmEngine) -> None:
-    new = checkpoint("dense", 1)
-    sent = await update(engine, tensors_of(new))
-    assert sent.ok, sent
-    assert reference(new).agrees(PROMPT, await ask(engine, GREEDY))
-    adapted = await ask(engine, GREEDY, lora="one")
-    assert reference(merged(new, 1)).agrees(PROMPT, adapted)
+async def test_updates_change_the_base_and_keep_the_adapters(engine: VllmEngine) -> None:
+    for seed, path in ((1, "recorded"), (2, "mixed")):
+        new = checkpoint("dense", seed)
+        sent = await update(engine, tensors_of(new), version=f"step-{seed}")
+        assert sent.ok, sent
+        assert [report.path for report in sent.reports] == [path]
+        assert reference(new).agrees(PROMPT, await ask(engine, GREEDY))
+        adapted = await ask(engine, GREEDY, lora="one")
+        assert reference(merged(new, 1)).agrees(PROMPT, adapted)
