@@ -1,7 +1,6 @@
 """Images and videos in a rollout, with a tiny Qwen2-VL."""
 
 import asyncio
-import base64
 import io
 import threading
 import uuid
@@ -18,6 +17,7 @@ from rollout_pod.engine import media
 from rollout_pod.engine.base import EngineOutput, EngineRequest, InvalidField
 from rollout_pod.engine.vllm import VllmEngine
 from tests.support.engine_kit import GREEDY, ask, checkpoint
+from tests.support.images import data_url, png
 from tests.support.tiny_vision import END, IMAGE, START, VIDEO
 
 KIND = "vision"
@@ -30,21 +30,6 @@ pytestmark = [
 ]
 
 PROMPT = [5, 6, START, IMAGE, END, 8, 9]
-
-
-@lru_cache
-def png(seed: int = 0, size: tuple[int, int] = (70, 60)) -> bytes:
-    from PIL import Image
-
-    dice = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=dice, dtype=torch.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels.numpy()).save(file, "PNG")
-    return file.getvalue()
-
-
-def data_url(content: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 @lru_cache

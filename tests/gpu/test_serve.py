@@ -9,39 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from examples.tiny_models import make
+from tests.support.gpu_kit import ENGINE_ARGS, PROMPT, fresh_tokens_of, make_versions
 from tests.support.process import ServeProcess, serve_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
 
-ENGINE_ARGS = (
-    "--dtype=bfloat16",
-    "--max-model-len=2048",
-    "--enforce-eager",
-    "--gpu-memory-utilization=0.3",
-)
-PROMPT = list(range(10, 40))
-KINDS = ("dense", "moe")
 
-
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["dense", "moe"])
 def versions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    assert torch.cuda.is_available(), "this tier needs a GPU"
-    folder = tmp_path_factory.mktemp(request.param)
-    for seed, version in enumerate(("base", "step-1")):
-        make(folder / version, kind=request.param, seed=seed, hidden=512, dtype="bfloat16")
-    return folder
+    return make_versions(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
 def fresh_tokens(versions: Path) -> list[int]:
-    """What an engine gives that was started with step-1."""
-    with serve_process(versions / "step-1", engine_args=ENGINE_ARGS) as pod:
-        pod.start()
-        pod.serving("base")
-        return pod.generate(PROMPT, 64).token_ids
+    return fresh_tokens_of(versions / "step-1")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +58,24 @@ def test_an_updated_engine_is_a_fresh_one(
     assert pod.generate(PROMPT, 64).token_ids == fresh_tokens
     assert pod.cli("update", "base").returncode == 0
     assert pod.generate(PROMPT, 64).token_ids == before
+
+
+def test_a_cache_that_is_warm_with_old_weights_is_not_used(
+    pod: ServeProcess, versions: Path, fresh_tokens: list[int]
+) -> None:
+    pod.generate(PROMPT, 64)
+    assert pod.generate(PROMPT, 64).num_cached_tokens > 0, "the cache is not warm"
+    running = pod.begin(PROMPT, 1900)
+    while pod.metric("rollout_unfinished ") < 1:
+        time.sleep(0.005)
+    done = pod.cli("update", "step-1", f"--path={versions / 'step-1'}")
+    assert done.returncode == 0, done.stderr
+    assert running.result(10).cancel_reason == "updating"
+    answer = pod.generate(PROMPT, 64)
+    assert answer.num_cached_tokens == 0
+    assert answer.token_ids == fresh_tokens
+    assert pod.generate(PROMPT, 64).num_cached_tokens > 0
+    assert pod.cli("update", "base").returncode == 0
 
 
 def test_the_agent_killed_in_a_transfer(

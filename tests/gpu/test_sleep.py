@@ -10,18 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.tiny_models import make
+from tests.support.gpu_kit import ENGINE_ARGS, PROMPT, fresh_tokens_of, make_versions
 from tests.support.process import ServeProcess, serve_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
-ENGINE_ARGS = (
-    "--dtype=bfloat16",
-    "--max-model-len=2048",
-    "--enforce-eager",
-    "--gpu-memory-utilization=0.3",
-)
-PROMPT = list(range(10, 40))
 GIB = 1 << 30
 KV_AT_LEAST = 8 * GIB
 """Of the 0.3 of a GPU of 80 GB or more, what is left beside the small model."""
@@ -35,13 +28,8 @@ def free() -> int:
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of some 400 MB, so that released weights show."""
-    assert torch.cuda.is_available(), "this tier needs a GPU"
     folder = tmp_path_factory.mktemp("versions")
-    for seed, version in enumerate(("base", "step-1")):
-        make(
-            folder / version, kind="dense", seed=seed, hidden=1024, layers=8, vocab=65536,
-            dtype="bfloat16",
-        )  # fmt: skip
+    make_versions(folder, "dense", hidden=1024, layers=8, vocab=65536)
     torch.zeros(1, device="cuda")
     return folder
 
@@ -55,11 +43,7 @@ def weight_bytes(versions: Path) -> int:
 
 @pytest.fixture(scope="module")
 def fresh_tokens(versions: Path) -> list[int]:
-    """What an engine gives that was started with step-1."""
-    with serve_process(versions / "step-1", engine_args=ENGINE_ARGS) as pod:
-        pod.start()
-        pod.serving("base")
-        return pod.generate(PROMPT, 64).token_ids
+    return fresh_tokens_of(versions / "step-1")
 
 
 @pytest.fixture(scope="module")

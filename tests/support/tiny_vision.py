@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from examples.tiny_models import _save_tokenizer
+from examples.tiny_models import DType, _save_tokenizer
 
 VOCAB = 1024
 _SPECIALS = (
@@ -16,8 +16,18 @@ START, END, IMAGE, VIDEO = range(VOCAB, VOCAB + 4)
 _PIXELS = 56 * 56
 
 
-def make_vision(path: Path, *, seed: int) -> None:
-    """Write a complete checkpoint folder."""
+def make_vision(
+    path: Path, *, seed: int, hidden: int = 128, tower: int = 64, dtype: DType = "float32"
+) -> None:
+    """Write a complete checkpoint folder.
+
+    Args:
+        path: The folder.
+        seed: Of the weights.
+        hidden: Hidden size of the text model, a multiple of 32; it has four heads.
+        tower: The same of the part that sees.
+        dtype: Of every tensor.
+    """
     from transformers import (
         AutoTokenizer,
         GenerationConfig,
@@ -29,15 +39,16 @@ def make_vision(path: Path, *, seed: int) -> None:
     )
 
     text = {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB + 64,
         "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6],
+            "rope_type": "default", "rope_theta": 10000.0,
+            "mrope_section": [hidden // 32, 3 * hidden // 64, 3 * hidden // 64],
         },
     }  # fmt: skip
     vision = {
-        "depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 4, "mlp_ratio": 2,
+        "depth": 2, "embed_dim": tower, "hidden_size": hidden, "num_heads": 4, "mlp_ratio": 2,
         "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
     }  # fmt: skip
     config = Qwen2VLConfig(
@@ -45,7 +56,7 @@ def make_vision(path: Path, *, seed: int) -> None:
         vision_start_token_id=START, vision_end_token_id=END, tie_word_embeddings=False,
         architectures=["Qwen2VLForConditionalGeneration"],
     )  # fmt: skip
-    config.dtype = torch.float32
+    config.dtype = getattr(torch, dtype)
     model = Qwen2VLForConditionalGeneration(config).to(torch.float32)
     dice = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -55,7 +66,7 @@ def make_vision(path: Path, *, seed: int) -> None:
                 parameter.copy_(1.0 + 0.3 * noise)
             else:
                 parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
-    model.save_pretrained(path)
+    model.to(config.dtype).save_pretrained(path)
     GenerationConfig(eos_token_id=2, bos_token_id=1).save_pretrained(path)
     _save_tokenizer(path, VOCAB)
     tokenizer = AutoTokenizer.from_pretrained(path)
