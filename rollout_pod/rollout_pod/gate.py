@@ -474,6 +474,7 @@ class Gate:
     async def _abandon(self, live: _Live) -> None:
         """Nobody waits for this request any more: end it in the engine and read what it had."""
         live.cancel_reason = live.cancel_reason or CancelReason.CANCELLED
+        live.task.add_done_callback(_seen)
         await self.engine.abort(live.engine_id)
         done, _ = await asyncio.wait({live.task}, timeout=_ABANDON_S)
         if not done:
@@ -500,3 +501,9 @@ class Gate:
         """Wake every parked request: each looks for itself what changed."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _seen(task: asyncio.Task[EngineOutput]) -> None:
+    """Nobody may be left to be told of its error; asyncio would complain of that."""
+    if not task.cancelled():
+        task.exception()
