@@ -121,6 +121,12 @@ def stop(pid: int, is_ours: Callable[[], bool], *, grace_s: float) -> None:
         raise TimeoutError(f"process {pid} does not end, not even by SIGKILL")
     finally:
         os.close(handle)
+        _let_go()
+
+
+def _let_go() -> None:
+    """Of those that have ended: the others outlive this process."""
+    _started[:] = [process for process in _started if process.poll() is None]
 
 
 def stop_record(record: Record, *, grace_s: float) -> None:

@@ -1,6 +1,5 @@
 """What the dev cluster takes from the machine, gives back, and leaves alone."""
 
-import os
 import subprocess
 import sys
 import time
@@ -103,7 +102,7 @@ def sleeper(tmp_path):
     )
     yield record
     processes.stop_record(record, grace_s=0)
-    os.waitpid(record.pid, 0)
+    assert record.pid not in [process.pid for process in processes._started], "a zombie"
 
 
 def test_a_recorded_process_is_found_and_stopped(sleeper, tmp_path):
