@@ -1,19 +1,23 @@
 """Cancel with many requests in flight: until the last partial reached its HTTP caller.
 
 The reference, in the same run and on the same engine: the moment at which the last bare
-``generate()`` of vLLM ends after ``pause_generation(mode="abort")``.
+``generate()`` of vLLM ends after ``pause_generation(mode="abort")``. Medians of as many rounds as
+fit into two minutes.
 """
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.pod import SAMPLING, MeasuredPod, measured_pod, run_load
+from benchmarks.pod import SAMPLING, MeasuredPod, measured_model, measured_pod, run_load
 from benchmarks.report import Result, percentile
+from benchmarks.rounds import TimeBudget
 from rollout_pod.engine.base import EngineRequest
 
 MAX_TOKENS = 1900
@@ -42,30 +46,23 @@ CALLERS = 8
 
 def run(quick: bool, *, front_ends: int = 1) -> Result:
     """Measure."""
-    sizes = (64,) if quick else (64, 256, 1000)
-    return uvloop.run(_measure(rounds=3 if quick else 10, sizes=sizes, front_ends=front_ends))
+    return uvloop.run(_measure(quick, front_ends))
 
 
-async def _measure(*, rounds: int, sizes: tuple[int, ...], front_ends: int) -> Result:
+async def _measure(quick: bool, front_ends: int) -> Result:
+    budget = TimeBudget(45.0 if quick else 105.0)
+    sizes = ((64, 0.3), (256, 0.5), (1000, 1.0))[: 1 if quick else 3]
     rows = []
-    async with measured_pod(front_ends=front_ends) as pod:
-        for size in sizes:
-            bare, ours = [], []
-            for _ in range(rounds):
-                bare.append(await _bare(pod, size))
-                ours.append(await _http(pod, size))
-            mine = percentile([r.seconds for r in ours], 0.5)
-            base = percentile([r.seconds for r in bare], 0.5)
-            rows.append(
-                {
-                    "front ends": front_ends, "in flight": size,
-                    "ours ms": mine * 1e3, "bare ms": base * 1e3,
-                    "closed ms": percentile([r.closed for r in ours], 0.5) * 1e3,
-                    "cancel ms": percentile([r.cancel for r in ours], 0.5) * 1e3,
-                    "ratio": mine / base, "tokens": sum(r.tokens for r in ours),
-                    "lost": sum(r.lost for r in ours),
-                }
-            )  # fmt: skip
+    with measured_model() as model:
+        async with measured_pod(model, front_ends=front_ends) as pod:
+            for size, share in sizes:
+                rounds = budget.rounds(3 if quick else 10, share=share)
+                bare, ours = [], []
+                for _ in rounds:
+                    bare.append(await _bare(pod, size))
+                    ours.append(await _http(pod, size))
+                if rounds.done:
+                    rows.append({"front ends": front_ends} | _row(size, bare, ours))
     judged = [row for row in rows if row["in flight"] <= 256]  # 1,000 are reported, not judged
     worst = max(row["ratio"] for row in judged)
     lost = sum(row["lost"] for row in rows)
@@ -75,6 +72,19 @@ async def _measure(*, rounds: int, sizes: tuple[int, ...], front_ends: int) -> R
         reference=last["bare ms"], ratio=worst, goal=f"<= {GOAL} x bare, 0 tokens lost",
         holds=worst <= GOAL and lost == 0, rows=rows,
     )  # fmt: skip
+
+
+def _row(size: int, bare: Sequence[Round], ours: Sequence[Round]) -> dict[str, Any]:
+    """Medians, and of how many rounds."""
+    mine = percentile([r.seconds for r in ours], 0.5)
+    base = percentile([r.seconds for r in bare], 0.5)
+    return {
+        "in flight": size, "rounds": len(ours), "ours ms": mine * 1e3, "bare ms": base * 1e3,
+        "closed ms": percentile([r.closed for r in ours], 0.5) * 1e3,
+        "cancel ms": percentile([r.cancel for r in ours], 0.5) * 1e3,
+        "ratio": mine / base, "tokens": sum(r.tokens for r in ours),
+        "lost": sum(r.lost for r in ours),
+    }  # fmt: skip
 
 
 async def _bare(pod: MeasuredPod, size: int) -> Round:

@@ -1,21 +1,25 @@
 """Tokens a second through the data port, beside bare ``AsyncLLM`` in the same process and run, and
-beside vLLM's own server with its token route.
+beside vLLM's own server with its token route. Medians of as many rounds as fit into four minutes.
 """
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 import uvloop
 
 from benchmarks.load import budgets, prompt
-from benchmarks.pod import SAMPLING, MeasuredPod, measured_pod, run_load
+from benchmarks.pod import SAMPLING, MeasuredPod, measured_model, measured_pod, run_load
 from benchmarks.report import Result, percentile
+from benchmarks.rounds import TimeBudget
 from benchmarks.vllm_server import vllm_server
 
 GOAL = 0.95
 AT = 64
+TOKENS = 100
+"""Of a rollout, on average."""
 
 
 def run(quick: bool, *, front_ends: int = 1) -> Result:
@@ -24,30 +28,27 @@ def run(quick: bool, *, front_ends: int = 1) -> Result:
 
 
 async def _measure(quick: bool, front_ends: int) -> Result:
-    sizes = (AT,) if quick else (1, AT, 256)
-    tokens, rounds = (100, 2) if quick else (200, 3)
+    budget = TimeBudget(50.0 if quick else 215.0)
     rows = []
     async with AsyncExitStack() as stack:
-        pod = await stack.enter_async_context(measured_pod(front_ends=front_ends))
+        model = stack.enter_context(measured_model())
+        theirs = None if quick else await stack.enter_async_context(vllm_server(model))
+        pod = await stack.enter_async_context(measured_pod(model, front_ends=front_ends))
         urls = {"http": pod.url, "stream": pod.url}
-        if not quick:
-            urls["vllm serve"] = await stack.enter_async_context(vllm_server(pod))
+        if theirs is not None:
+            urls["vllm serve"] = await theirs.ready()
         await _bare(pod, 8, 8)  # what is made at the first request is made
-        for size in sizes:
+        for size, most, share in ((AT, 5, 0.5), (1, 3, 0.35), (256, 3, 1.0))[: 1 if quick else 3]:
+            rounds = budget.rounds(most, share=share)
             # one after the other, so that a machine that slows down slows all of them
             kinds: dict[str, list[float]] = {"bare": []} | {kind: [] for kind in urls}
-            for _ in range(rounds if size > 1 else 1):
-                kinds["bare"].append(await _bare(pod, size, tokens))
+            for _ in rounds:
+                kinds["bare"].append(await _bare(pod, size, TOKENS))
                 for kind, url in urls.items():
-                    kinds[kind].append(await _http(url, size, tokens, kind))
-            rate = {kind: percentile(values, 0.5) for kind, values in kinds.items()}
-            row: dict[str, Any] = {
-                "front ends": front_ends, "concurrent": size, "bare tok/s": rate["bare"],
-            }  # fmt: skip
-            for kind in urls:
-                row |= {f"{kind} tok/s": rate[kind], f"{kind} / bare": rate[kind] / rate["bare"]}
-            rows.append(row)
-    (main,) = [row for row in rows if row["concurrent"] == AT]
+                    kinds[kind].append(await _http(url, size, TOKENS, kind))
+            if rounds.done:
+                rows.append({"front ends": front_ends} | _row(size, kinds))
+    main = rows[0]
     ratio = main["http / bare"]
     holds = ratio >= GOAL and main["http tok/s"] >= main.get("vllm serve tok/s", 0.0)
     return Result(
@@ -55,6 +56,17 @@ async def _measure(quick: bool, front_ends: int) -> Result:
         reference=main["bare tok/s"], ratio=ratio,
         goal=f">= {GOAL} of bare AsyncLLM, and no less than vllm serve", holds=holds, rows=rows,
     )  # fmt: skip
+
+
+def _row(size: int, kinds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians, and of how many rounds."""
+    rate = {kind: percentile(values, 0.5) for kind, values in kinds.items()}
+    row: dict[str, Any] = {
+        "concurrent": size, "rounds": len(kinds["bare"]), "bare tok/s": rate.pop("bare"),
+    }  # fmt: skip
+    for kind, value in rate.items():
+        row |= {f"{kind} tok/s": value, f"{kind} / bare": value / row["bare tok/s"]}
+    return row
 
 
 async def _bare(pod: MeasuredPod, size: int, tokens: int) -> float:

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +33,9 @@ GPU_ARGS = (
     "--dtype=bfloat16",
     "--max-model-len=2048",
     "--max-num-seqs=1024",
+    # two of them start side by side: neither may size its cache by what is free just now
     "--gpu-memory-utilization=0.4",
+    f"--kv-cache-memory-bytes={32 << 30}",
     "--load-format=dummy",
     # no compilation, which takes minutes; decode steps are graphs
     '--compilation-config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
@@ -51,36 +53,48 @@ SAMPLING = {"temperature": 0, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
+class MeasuredModel:
+    """A checkpoint, and what an engine is started with for it."""
+
+    path: str
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class MeasuredPod:
     """Serves ``base``."""
 
     engine: VllmEngine
     supervisor: Supervisor
     url: str
-    model: str
-    args: tuple[str, ...]
 
 
-@asynccontextmanager
-async def measured_pod(
-    args: Sequence[str] = (), *, front_ends: int = 1
-) -> AsyncIterator[MeasuredPod]:
-    """A model of random weights: a tiny one on the CPU, one of Qwen3-8B's shape on a GPU.
-
-    One front end is in this process; several are processes of their own, as in ``serve``.
-    """
-    configure_logs(level="WARNING")
+@contextmanager
+def measured_model() -> Iterator[MeasuredModel]:
+    """Of random weights: a tiny one on the CPU, one of Qwen3-8B's shape on a GPU."""
     on_gpu = torch.cuda.is_available()
     with TemporaryDirectory(prefix="bench-") as name:
-        folder = Path(name)
-        make(folder / "model", dtype="bfloat16" if on_gpu else "float32")
+        path = Path(name) / "model"
+        make(path, dtype="bfloat16" if on_gpu else "float32")
         if on_gpu:
-            config = folder / "model" / "config.json"
+            config = path / "config.json"
             document = json.loads(config.read_text()) | QWEN3_8B
             document.pop("layer_types", None)  # of the tiny model's layers
             config.write_text(json.dumps(document))
-        model, all_args = str(folder / "model"), (*(GPU_ARGS if on_gpu else CPU_ARGS), *args)
-        engine = VllmEngine(EngineSettings(model=model, run_dir=folder / "run", args=all_args))
+        yield MeasuredModel(str(path), GPU_ARGS if on_gpu else CPU_ARGS)
+
+
+@asynccontextmanager
+async def measured_pod(model: MeasuredModel, *, front_ends: int = 1) -> AsyncIterator[MeasuredPod]:
+    """A pod with its data port. One front end is in this process; several are processes of their
+    own, as in ``serve``.
+    """
+    configure_logs(level="WARNING")
+    with TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        engine = VllmEngine(
+            EngineSettings(model=model.path, run_dir=folder / "run", args=model.args)
+        )
         agent = AgentClient(folder / "run" / "agent.sock")
         gate = SharedGate(engine) if front_ends > 1 else Gate(engine)
         supervisor = Supervisor(
@@ -92,7 +106,7 @@ async def measured_pod(
         if isinstance(gate, SharedGate):
             settings = [
                 FrontEndSettings(
-                    engine="vllm", model=model, args=all_args, run_dir=str(folder / "run"),
+                    engine="vllm", model=model.path, args=tuple(model.args), run_dir=str(folder / "run"),
                     shm_dir="/dev/shm", host="127.0.0.1", port=port, log_level="WARNING",
                     share=share,
                 )
@@ -109,7 +123,7 @@ async def measured_pod(
                     if task.done():
                         task.result()
                 await asyncio.sleep(0.1)
-            yield MeasuredPod(engine, supervisor, f"http://127.0.0.1:{port}", model, all_args)
+            yield MeasuredPod(engine, supervisor, f"http://127.0.0.1:{port}")
         finally:
             supervisor.begin_drain()
             await asyncio.gather(brain, return_exceptions=True)

@@ -4,33 +4,45 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import aiohttp
 
-from benchmarks.pod import MeasuredPod
+from benchmarks.pod import MeasuredModel
 from tests.support.process import free_port
 
 START_S = 240.0
 
 
+@dataclass(frozen=True)
+class VllmServer:
+    """One that starts, or has started."""
+
+    url: str
+    process: asyncio.subprocess.Process
+
+    async def ready(self) -> str:
+        """Its address, once it answers."""
+        async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
+            while not await _answers(http, self.url):
+                if self.process.returncode is not None:
+                    raise RuntimeError(f"vllm serve ended with status {self.process.returncode}")
+                await asyncio.sleep(0.5)
+        return self.url
+
+
 @asynccontextmanager
-async def vllm_server(pod: MeasuredPod) -> AsyncIterator[str]:
-    """Its address, once it answers."""
+async def vllm_server(model: MeasuredModel) -> AsyncIterator[VllmServer]:
+    """Starts it, and ends it."""
     port = free_port()
-    command = ("-m", "vllm.entrypoints.cli.main", "serve", pod.model, *pod.args)
+    command = ("-m", "vllm.entrypoints.cli.main", "serve", model.path, *model.args)
     server = await asyncio.create_subprocess_exec(
         *(sys.executable, *command, "--tokens-only", f"--port={port}", "--host=127.0.0.1"),
         *("--disable-uvicorn-access-log", "--logprobs-mode=processed_logprobs"),
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
     try:
-        async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
-            while not await _answers(http, url):
-                if server.returncode is not None:
-                    raise RuntimeError(f"vllm serve ended with status {server.returncode}")
-                await asyncio.sleep(0.5)
-        yield url
+        yield VllmServer(f"http://127.0.0.1:{port}", server)
     finally:
         if server.returncode is None:
             server.terminate()
