@@ -56,7 +56,7 @@ def parse_address(text: str) -> tuple[str, int]:
 @app.command()
 def serve(
     model: Annotated[str, typer.Option(help="A model id or folder.")],
-    engine: Annotated[str, typer.Option(help="An engine by its entry-point name.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="An installed engine, by its name.")] = "vllm",
     data_address: Annotated[str, typer.Option()] = f"127.0.0.1:{DATA_PORT}",
     admin_address: Annotated[str, typer.Option()] = f"127.0.0.1:{ADMIN_PORT}",
     run_dir: RunDir = _RUN_DIR,
@@ -90,7 +90,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model. SIGTERM drains."""
-    from rollout_pod.serve import ServeSettings, UnknownEngine, run_serve  # it imports the engines
+    from rollout_pod.serve import ServeSettings, run_serve  # it takes a while
 
     configure_logs(level=log_level)
     spawns = agent == "spawn"
@@ -112,11 +112,7 @@ def serve(
         heartbeat_timeout_s=heartbeat_timeout,
         log_level=log_level,
     )
-    try:
-        code = run_serve(settings)
-    except UnknownEngine as error:
-        raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(code)
+    raise typer.Exit(run_serve(settings))
 
 
 @app.command("front-end", hidden=True)

@@ -7,7 +7,6 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import structlog
@@ -16,7 +15,9 @@ import uvloop
 from fastapi import FastAPI
 
 from rollout_pod import local
-from rollout_pod.engine.base import Engine, EngineSettings, Share, SharedEngine
+from rollout_pod.engine import registry
+from rollout_pod.engine.base import EngineSettings, Share, SharedEngine
+from rollout_pod.engine.registry import EngineChoiceError
 from rollout_pod.front_ends.fleet import Fleet
 from rollout_pod.front_ends.settings import FrontEndSettings, split_count
 from rollout_pod.front_ends.shared_gate import SharedGate
@@ -59,19 +60,6 @@ class ServeSettings:
     log_level: str = "INFO"
 
 
-class UnknownEngine(Exception):
-    """No engine of this name is installed."""
-
-
-def make_engine(name: str, settings: EngineSettings) -> Engine:
-    """The engine that the entry-point group names ``name``."""
-    found = {entry.name: entry for entry in entry_points(group="rollout_pod.engines")}
-    if name not in found:
-        raise UnknownEngine(f"no engine {name!r} is installed; there are: {', '.join(found)}")
-    engine: Engine = found[name].load()(settings)
-    return engine
-
-
 def run_serve(settings: ServeSettings) -> int:
     """Serve until drained; returns the exit code."""
     try:
@@ -81,7 +69,7 @@ def run_serve(settings: ServeSettings) -> int:
         return 2
     try:
         return uvloop.run(_serve(settings))
-    except (local.RunDirError, PodFailed) as error:
+    except (local.RunDirError, PodFailed, EngineChoiceError) as error:
         log.error("not started", error=str(error))
         _last_words(str(error))
         return 2
@@ -102,7 +90,7 @@ async def _serve(settings: ServeSettings) -> int:
     token_dir = settings.token_dir or local.make_token(settings.run_dir)
     if settings.source:
         (settings.run_dir / "source").write_text(settings.source)
-    engine = make_engine(
+    engine = registry.create(
         settings.engine,
         EngineSettings(
             model=settings.model, args=engine_args, run_dir=settings.run_dir,

@@ -55,6 +55,7 @@ def create(cluster: Cluster, spec: dict[str, Any], name: str = "qwen") -> dict[s
 def test_defaults_are_filled_in(served: Cluster):
     assert create(served, {"model": "m"})["spec"] == {
         "model": "m",
+        "engine": "vllm",
         "engineArgs": [],
         "gpus": 0,
         "loadTimeoutSeconds": 3600,
@@ -81,6 +82,7 @@ def test_a_sleep_is_of_everything_at_level_1(served: Cluster):
     "spec",
     [
         {"image": "x:1", "engineArgs": ["--seed=1"] * 256, "gpus": 64},
+        {"engine": "sg-lang_0.5"},
         {"weightVersion": "step-1", "weights": SOURCE},
         {"weightVersion": "Step_1.0", "weightStep": 0, "weights": SOURCE},
         {"weightVersion": "a", "weights": {"source": {"path": "/c/{version}/x-{version}"}}},
@@ -114,6 +116,10 @@ def test_accepted(served: Cluster, spec: dict[str, Any]):
         ({"model": ""}, "spec.model"),
         ({"model": None}, "spec.model"),
         ({"image": ""}, "spec.image"),
+        ({"engine": ""}, "spec.engine"),
+        ({"engine": "-x"}, "spec.engine"),
+        ({"engine": "a b"}, "spec.engine"),
+        ({"engine": "x" * 64}, "spec.engine"),
         ({"engineArgs": ["x"] * 257}, "spec.engineArgs"),
         ({"engineArgs": ["x" * 4097]}, "spec.engineArgs[0]"),
         ({"gpus": -1}, "spec.gpus"),

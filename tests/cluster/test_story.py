@@ -390,6 +390,15 @@ class TestBadInput:
         assert "nodeSelectr" in ready["message"]
         replica.kubectl("delete", "rr", replica.name)
 
+    def test_an_engine_that_the_image_does_not_have(
+        self, cluster: Cluster, site: str, data: Path
+    ) -> None:
+        replica = Replica(cluster, site, data, name="chosen")
+        replica.apply({"engine": "sglang"})
+        stalled = replica.until_condition("Stalled", "True", "EngineFailed", timeout_s=120)
+        assert "no engine 'sglang' is installed; there are: vllm;" in stalled["message"]
+        replica.kubectl("delete", "rr", replica.name)
+
     def test_a_model_that_does_not_exist_and_is_mended(
         self, cluster: Cluster, site: str, data: Path
     ) -> None:

@@ -144,6 +144,7 @@ def test_the_smallest_pod_exactly():
                     "command": ["rollout-pod", "serve"],
                     "args": [
                         *("--model", "m"),
+                        *("--engine", "vllm"),
                         *("--data-address", "0.0.0.0:8000"),
                         *("--admin-address", "0.0.0.0:8001"),
                         *("--run-dir", "/run/rollout"),
@@ -507,6 +508,15 @@ def test_whatever_a_template_holds_there_is_a_pod_or_a_reason(template: Any, gpu
     assert not reason or reason.startswith("template.")
 
 
+def test_another_engine_gets_its_own_arguments_only():
+    made = build(engine="other", gpus=2, engineArgs=["--tp=2"])
+    engine = by_name(made["spec"]["containers"], "engine")
+    args = engine["args"]
+    assert args[args.index("--engine") + 1] == "other"
+    assert args[args.index("--") :] == ["--", "--tp=2"]
+    assert engine["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+
+
 def hashed(**spec: Any) -> str:
     parsed = replica(**spec).spec
     assert parsed is not None
@@ -518,6 +528,7 @@ def hashed(**spec: Any) -> str:
     [
         {"model": "other"},
         {"image": "mine:2"},
+        {"engine": "other"},
         {"engineArgs": ["--seed=1"]},
         {"gpus": 1},
         {"loadTimeoutSeconds": 5},
@@ -542,6 +553,7 @@ def test_these_fields_replace_the_pod(change: dict[str, Any]):
         {"weights": {"source": {"path": "/x/{version}"}, "timeoutSeconds": 5}},
         {"weights": {"hostMemory": "16384Mi"}},
         {"weights": {"source": {"url": "s3://b/{version}"}}},
+        {"engine": "vllm"},
         {"aFieldOfALaterVersion": 1},
     ],
 )

@@ -509,6 +509,16 @@ def test_ranks_that_differ_hold_no_version():
     assert facts(status)["WeightsReady"][0] == "False"
 
 
+def test_an_engine_that_the_image_does_not_have_is_told_of_with_those_it_has():
+    said = "no engine 'sglang' is installed; there are: vllm"
+    dead = replace(DEAD, exit_code=2, exit_message=said)
+    status = render(replica(engine="sglang"), seen(pod(ready=False, engine=dead)))
+    assert facts(status)["Stalled"] == ("True", "EngineFailed")
+    message = messages(status)["Ready"]
+    assert said in message
+    assert "spec.engine" in message
+
+
 def test_an_engine_that_failed_stays_failed_until_it_is_up():
     failed = render(replica(), seen(pod(ready=False, engine=DEAD)))
     known = replace(replica(), status=failed)

@@ -11,6 +11,8 @@ from rollout_pod.protocol import URL_PATTERN
 
 VERSION_PLACEHOLDER: Final = "{version}"
 VERSION_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
+ENGINE_PATTERN: Final = VERSION_PATTERN
+DEFAULT_ENGINE: Final = "vllm"
 MAX_BUCKET: Final = 1 << 34
 MIN_BUCKET: Final = 1 << 12
 MAX_HOST_MEMORY: Final = 1 << 44
@@ -98,6 +100,9 @@ class RolloutSpec(_Part):
     """All that a person asks of a replica."""
 
     model: Annotated[str, Field(min_length=1, max_length=1024)]
+    engine: Annotated[str, Field(min_length=1, max_length=63, pattern=ENGINE_PATTERN)] = (
+        DEFAULT_ENGINE
+    )
     image: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
     engine_args: Annotated[
         tuple[Annotated[str, Field(max_length=4096)], ...], Field(max_length=256)

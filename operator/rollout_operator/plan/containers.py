@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from rollout_operator.api import names
 from rollout_operator.api.quantity import parse_bytes
-from rollout_operator.api.spec import RolloutSpec
+from rollout_operator.api.spec import DEFAULT_ENGINE, RolloutSpec
 from rollout_operator.plan import template as merge
 from rollout_pod.protocol import ADMIN_PORT, DATA_PORT
 
@@ -44,6 +44,7 @@ def engine(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: st
             resources["requests"] = {**requests, GPU_RESOURCE: str(spec.gpus)}
     args = [
         *("--model", spec.model),
+        *("--engine", spec.engine),
         *("--data-address", f"0.0.0.0:{DATA_PORT}"),
         *("--admin-address", f"0.0.0.0:{ADMIN_PORT}"),
         *("--run-dir", RUN_DIR),
@@ -136,8 +137,14 @@ def weights(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: s
 
 
 def engine_args(spec: RolloutSpec) -> list[str]:
-    """Return vLLM's arguments; one GPU a tensor-parallel rank unless the person says otherwise."""
+    """Return the engine's arguments.
+
+    vLLM gets one tensor-parallel rank a GPU, unless the person says otherwise; how another engine
+    is told of its GPUs only the person knows.
+    """
     args = list(spec.engine_args)
+    if spec.engine != DEFAULT_ENGINE:
+        return args
     flags = {arg.split("=", 1)[0].replace("_", "-") for arg in args}
     if spec.gpus and flags.isdisjoint(_PARALLEL_FLAGS):
         args += ["--tensor-parallel-size", str(spec.gpus)]

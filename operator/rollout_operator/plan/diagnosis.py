@@ -128,7 +128,7 @@ def _engine_trouble(
         return Verdict(
             reason=Reason.ENGINE_FAILED,
             message=f"the engine of pod {pod.name} does not start: {text}; it is started again "
-            "with growing pauses. Mend spec.model, spec.engineArgs or spec.template",
+            "with growing pauses. Mend spec.model, spec.engine, spec.engineArgs or spec.template",
             stalled=True,
         )
     return Verdict(

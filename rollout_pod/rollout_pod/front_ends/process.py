@@ -7,11 +7,12 @@ from typing import Any
 import structlog
 import uvloop
 
+from rollout_pod.engine import registry
 from rollout_pod.engine.base import EngineStartError, SharedEngine
 from rollout_pod.front_ends.channel import Link
 from rollout_pod.front_ends.front_end import FrontEnd
 from rollout_pod.front_ends.settings import FrontEndSettings
-from rollout_pod.serve import Server, bind, make_engine
+from rollout_pod.serve import Server, bind
 from rollout_pod.server.data_app import make_data_app
 
 log = structlog.get_logger(__name__)
@@ -23,7 +24,7 @@ def run_front_end(channel: int, settings: FrontEndSettings) -> int:
 
 
 async def _run(end: socket.socket, settings: FrontEndSettings) -> int:
-    engine = make_engine(settings.engine, settings.engine_settings())
+    engine = registry.create(settings.engine, settings.engine_settings())
     if not isinstance(engine, SharedEngine):
         raise TypeError(f"engine {settings.engine} cannot be shared")
     front_end = FrontEnd(settings.share.index, engine)
