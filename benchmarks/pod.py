@@ -107,8 +107,8 @@ async def measured_pod(model: MeasuredModel, *, front_ends: int = 1) -> AsyncIte
             settings = [
                 FrontEndSettings(
                     engine="vllm", model=model.path, args=tuple(model.args),
-                    run_dir=str(folder / "run"), shm_dir="/dev/shm", host="127.0.0.1", port=port, log_level="WARNING",
-                    share=share,
+                    run_dir=str(folder / "run"), shm_dir="/dev/shm", host="127.0.0.1",
+                    port=port, log_level="WARNING", share=share,
                 )
                 for share in engine.share(front_ends)
             ]  # fmt: skip

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -34,6 +35,15 @@ def shared_before() -> frozenset[str]:
 async def test_random_weights_take_no_update_and_say_why(engine):
     with pytest.raises(RanksError, match="--load-format dummy takes no weight updates"):
         await update(engine, tensors_of(checkpoint(KIND, 1)))
+
+
+async def test_its_sockets_lie_in_the_run_folder(engine):
+    folder = engine._settings.run_dir / "vllm"
+    mine = {Path(name) for name in _sockets() if name.startswith(str(folder))}
+    assert mine
+    # beside those of the start, which are closed and yet not removed
+    assert mine <= {path for path in folder.iterdir() if path.is_socket()}
+    assert not [name for name in _sockets() if Path(name).parent == Path(tempfile.gettempdir())]
 
 
 async def test_it_serves_without_a_tokenizer(engine):
@@ -74,11 +84,18 @@ async def test_every_call_of_a_killed_engine_ends_and_says_so(engine):
 async def test_a_shutdown_leaves_no_process_and_no_shared_memory(engine, shared_before):
     await engine.shutdown()
     await engine.shutdown()
+    assert not (engine._settings.run_dir / "vllm").exists()
     assert engine_children(frozenset()) == []
     mine = psutil.Process().children(recursive=True)
     assert not [p for p in mine if "resource_tracker" not in " ".join(p.cmdline())]
     assert engine.dead_error() is not None
     assert leftovers.unused(leftovers.names_now() - shared_before) == frozenset()
+
+
+def _sockets() -> set[str]:
+    """Paths that this process and the engine's have bound."""
+    family = [psutil.Process(), *engine_children(frozenset())]
+    return {c.laddr for p in family for c in p.net_connections("unix") if c.laddr.startswith("/")}
 
 
 def _is_core(process: psutil.Process) -> bool:

@@ -107,9 +107,15 @@ def check_model(model: str) -> None:
 
 
 @contextmanager
-def environment(args: Any, settings: EngineSettings) -> Iterator[None]:
-    """Set the environment of the processes started inside; what is set already wins."""
-    variables = {**_variables(args), STAGING: settings.staging}
+def environment(args: Any, settings: EngineSettings, sockets: Path | None) -> Iterator[None]:
+    """Set the environment of the processes started inside; what is set already wins.
+
+    Args:
+        args: The engine's.
+        settings: The pod's.
+        sockets: The folder for those of its processes, where there is one.
+    """
+    variables = {**_variables(args, sockets), STAGING: settings.staging}
     os.environ.update(variables)
     try:
         yield
@@ -118,7 +124,7 @@ def environment(args: Any, settings: EngineSettings) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _variables(args: Any) -> Mapping[str, str]:
+def _variables(args: Any, sockets: Path | None) -> Mapping[str, str]:
     from vllm.platforms import current_platform
 
     wanted = {
@@ -126,6 +132,8 @@ def _variables(args: Any) -> Mapping[str, str]:
         # How long a load may take is the startup probe's business.
         "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
     }
+    if sockets is not None:
+        wanted["VLLM_RPC_BASE_PATH"] = str(sockets)
     if current_platform.is_cpu():
         if args.enforce_eager:
             # Two samplers are compiled even in eager mode: a first request of 25 s.

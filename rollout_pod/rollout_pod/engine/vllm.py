@@ -16,7 +16,15 @@ from typing import Any
 
 import psutil
 
-from rollout_pod.engine import adapters, arguments, leftovers, params, processes, sharing
+from rollout_pod.engine import (
+    adapters,
+    arguments,
+    leftovers,
+    params,
+    processes,
+    sharing,
+    sockets,
+)
 from rollout_pod.engine.base import (
     CacheReport,
     EngineDeadError,
@@ -168,10 +176,12 @@ class VllmEngine:
         self._adapters = adapters.requests_of(
             front_end_args.lora_modules, enabled=bool(args.enable_lora)
         )
+        rpc = None
         if self._share is None:
             if swept := leftovers.sweep_pod():
                 log.warning("removed from /dev/shm what a killed engine left: %s", sorted(swept))
             (self._settings.run_dir / "ranks").mkdir(parents=True, exist_ok=True)
+            rpc = sockets.folder_in(self._settings.run_dir)
 
         import vllm
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -179,16 +189,12 @@ class VllmEngine:
         if self._closed:
             raise EngineStartError("the pod shut down while the engine started")
         share = self._share
-        if share is not None:
-            with arguments.environment(args, self._settings):
+        with arguments.environment(args, self._settings, rpc):
+            if share is not None:
                 llm = sharing.make_client(args, share)
-        else:
-            with (
-                arguments.environment(args, self._settings),
-                self._tail.inherited(),
-                sharing.launching(self._shares),
-            ):
-                llm = AsyncLLM.from_engine_args(args)
+            else:
+                with self._tail.inherited(), sharing.launching(self._shares):
+                    llm = AsyncLLM.from_engine_args(args)
         self._llm = llm
         self._lifeline.watch(llm)
         model = llm.vllm_config.model_config
@@ -263,6 +269,8 @@ class VllmEngine:
                 log.exception("vLLM's own shutdown failed; its processes are ended")
         await asyncio.to_thread(processes.end_all, list(self._processes))
         await asyncio.to_thread(leftovers.remove_unused, self._shared_files)
+        if self._started:
+            await asyncio.to_thread(sockets.remove, self._settings.run_dir)
         await asyncio.to_thread(self._tail.close)
 
     def _note_belongings(self) -> None:
