@@ -9,6 +9,7 @@ import pytest
 
 from rollout_pod.engine import leftovers
 from rollout_pod.engine.processes import engine_children
+from tests.support.engine_checks import caches_are_cleared_when_nothing_runs, sleeps_and_wakes
 from tests.support.engine_kit import (
     checkpoint,
     engine_of,
@@ -69,6 +70,15 @@ async def test_replaying_a_load_is_that_load_to_the_bit(engine):
 async def test_one_output_a_request(engine):
     output = await run(engine, [5, 6, 7], 12)
     assert len(output.token_ids) == len(output.log_probs) == 12
+
+
+async def test_caches_are_cleared_when_nothing_runs(engine):
+    await caches_are_cleared_when_nothing_runs(engine)
+
+
+async def test_it_sleeps_and_wakes(engine):
+    assert (await update(engine, tensors_of(A), version="a")).ok
+    await sleeps_and_wakes(engine, A)
 
 
 async def test_a_shutdown_leaves_nothing_in_shared_memory(engine, shared_before):

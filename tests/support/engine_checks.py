@@ -1,13 +1,15 @@
 """What every kind of model has to show of partial rollouts, on an engine that serves ``path``."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from rollout_pod.engine.vllm import VllmEngine
-from tests.support.engine_kit import prompts, reference, run
+from rollout_pod.protocol import SleepTag
+from tests.support.engine_kit import prompts, reference, run, serves
 
 
 async def cut_three_times_equals_uncut(engine: VllmEngine) -> None:
@@ -62,3 +64,41 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     kept = torch.full_like(logits, float("-inf"))
     kept.scatter_(1, order, logits.gather(1, order).masked_fill(outside, float("-inf")))
     return kept.log_softmax(-1)
+
+
+async def caches_are_cleared_when_nothing_runs(engine: VllmEngine) -> None:
+    """Of every engine: one request on one of them is enough to say that they were not."""
+    (prompt,) = prompts(1, length=64, seed=5)
+    await run(engine, prompt, 4)
+    running = asyncio.ensure_future(run(engine, prompt, 1500))
+    deadline = time.monotonic() + 20
+    while (await engine.clear_caches()).is_complete:  # it is on its way
+        assert not running.done() and time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    report = await engine.clear_caches()
+    assert (report.prefix, report.multimodal, report.encoder) == (False, False, False)
+    await engine.pause()
+    assert (await running).finish_reason == "abort"
+    report = await engine.clear_caches()
+    assert (report.prefix, report.multimodal, report.encoder) == (True, True, True)
+    await engine.resume()
+    for _ in range(engine._world):  # whichever takes it
+        assert (await run(engine, prompt, 4)).num_cached_tokens == 0
+        assert (await engine.clear_caches()).is_complete
+
+
+async def sleeps_and_wakes(engine: VllmEngine, path: Path) -> None:
+    """As far as a CPU goes: it releases nothing, and says so; the scheduler rests until told."""
+    for level in (1, 2):
+        await engine.pause()
+        report = await engine.sleep(level)
+        assert report.bytes == 0
+        assert "CPU" in report.message
+        for tag in (SleepTag.WEIGHTS, SleepTag.KV_CACHE):
+            assert await engine.wake(frozenset({tag})) == 0
+        early = asyncio.ensure_future(run(engine, prompts(1)[0], 8))
+        await asyncio.wait({early}, timeout=0.5)
+        assert not early.done(), "it went on before it was told to"
+        await engine.resume()
+        assert len((await early).token_ids) == 8
+        assert await serves(engine, path)
