@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,8 @@ class FakeEngine:
         self, session: str, *, version: str, flush: bool, timeout_s: float
     ) -> tuple[RankReport, ...]:
         self.calls.append(f"load {version}{' flush' if flush else ''}")
+        if self.dead:
+            raise EngineDeadError(self.dead)
         if not self.paused:
             raise AssertionError("weights were loaded under running requests")
         if SleepTag.WEIGHTS in self.asleep:
@@ -228,7 +231,12 @@ class FakeEngine:
         assert self.agent is not None
         if self.load_hangs:
             raise EngineHungError(f"the engine did not load within {timeout_s:g} s")
-        outcome = await self.agent.outcome(session, version)
+        outcome = "untouched"  # of a session that nobody comes for
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                outcome = await self.agent.outcome(session, version)
+        if self.dead:
+            raise EngineDeadError(self.dead)
         if outcome == "dies":
             self.kill("died in a load")
             raise EngineDeadError("died in a load")
@@ -250,6 +258,8 @@ class FakeEngine:
 
     async def clear_caches(self) -> CacheReport:
         self.calls.append("clear")
+        if self.dead:
+            raise EngineDeadError(self.dead)
         if SleepTag.WEIGHTS in self.asleep:
             raise AssertionError("the caches of a sleeping engine were cleared")
         if self.refuse_clear:
