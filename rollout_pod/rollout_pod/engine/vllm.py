@@ -269,7 +269,7 @@ class VllmEngine:
                 log.exception("vLLM's own shutdown failed; its processes are ended")
         await asyncio.to_thread(processes.end_all, list(self._processes))
         await asyncio.to_thread(leftovers.remove_unused, self._shared_files)
-        if self._started:
+        if self._started and self._share is None:
             await asyncio.to_thread(sockets.remove, self._settings.run_dir)
         await asyncio.to_thread(self._tail.close)
 
