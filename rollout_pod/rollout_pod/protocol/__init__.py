@@ -11,8 +11,10 @@ from rollout_pod.protocol.desired import (
     DesiredDocument,
     Interruption,
     InterruptionMode,
+    PushSource,
     SleepSpec,
     SleepTag,
+    Transport,
     WeightsRef,
     WeightsSource,
 )
@@ -31,6 +33,14 @@ from rollout_pod.protocol.generate import (
     WeightVersionSpan,
 )
 from rollout_pod.protocol.problem import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
+from rollout_pod.protocol.push import (
+    PUSH_POLL_MAX_S,
+    PUSH_SOCKET,
+    PushGiveUp,
+    PushOffer,
+    PushStatus,
+    PushTarget,
+)
 from rollout_pod.protocol.state import (
     EngineInfo,
     FetchProgress,
@@ -59,6 +69,8 @@ __all__ = [
     "DESIRED_ANNOTATION",
     "LOCAL_OWNER",
     "PROBLEM_MEDIA_TYPE",
+    "PUSH_POLL_MAX_S",
+    "PUSH_SOCKET",
     "STATE_POLL_MAX_S",
     "TOKEN_HEADER",
     "URL_PATTERN",
@@ -82,6 +94,11 @@ __all__ = [
     "PodPhase",
     "Problem",
     "ProblemCode",
+    "PushGiveUp",
+    "PushOffer",
+    "PushSource",
+    "PushStatus",
+    "PushTarget",
     "RankState",
     "ReadyFacts",
     "RoutedExperts",
@@ -90,6 +107,7 @@ __all__ = [
     "SleepTag",
     "StateDocument",
     "TokenLogProb",
+    "Transport",
     "UpdatePhase",
     "UpdateSeconds",
     "UpdateState",

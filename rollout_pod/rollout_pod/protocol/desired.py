@@ -17,6 +17,8 @@ BASE_VERSION: Final = "base"
 URL_PATTERN: Final = r"^(https?|s3|gs|hf)://[^@/?#\s]+(/[^?#\s]*)?$"
 """A folder's URL: no user, query or fragment, which could be secrets."""
 
+Transport = Literal["auto", "shared_memory", "cuda_ipc"]
+
 LOCAL_OWNER: Final = "local"
 """The owner of a pod that no operator steers."""
 
@@ -30,9 +32,13 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
+class PushSource(_Document):
+    """A trainer in the same pod sends the version when it is ready to."""
+
+
 class WeightsSource(_Document):
-    """Where the weights of a version lie: a folder of safetensors files. Exactly one field is set;
-    those that are not are left out of the JSON.
+    """Where the weights of a version come from: a folder of safetensors files, or a trainer.
+    Exactly one field is set; those that are not are left out of the JSON.
     """
 
     path: Annotated[str | None, Field(min_length=1, max_length=4096, exclude_if=_is_none)] = None
@@ -42,16 +48,17 @@ class WeightsSource(_Document):
         Field(min_length=1, max_length=4096, pattern=URL_PATTERN, exclude_if=_is_none),
     ] = None
     """Credentials are the agent's, and never part of it."""
+    push: Annotated[PushSource | None, Field(exclude_if=_is_none)] = None
 
     @property
     def location(self) -> str:
-        """Path or URL."""
+        """Path or URL; empty where a trainer pushes."""
         return self.path or self.url or ""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        if (self.path is None) == (self.url is None):
-            raise ValueError("source: set exactly one of path and url")
+        if sum(value is not None for value in (self.path, self.url, self.push)) != 1:
+            raise ValueError("source: set exactly one of path, url and push")
         return self
 
 
@@ -66,6 +73,11 @@ class WeightsRef(_Document):
     step: Annotated[int | None, Field(strict=True, ge=0)] = None
     source: WeightsSource | None = None
     """None only for ``base``, the model's own checkpoint."""
+
+    @property
+    def is_pushed(self) -> bool:
+        """Only a trainer can bring it: nobody can fetch it."""
+        return self.source is not None and self.source.push is not None
 
     @model_validator(mode="after")
     def _only_base_has_no_source(self) -> Self:
@@ -136,4 +148,5 @@ class DesiredDocument(_Document):
     update_timeout_s: Annotated[float, Field(strict=True, gt=0, le=86400)] = 600.0
     max_attempts: Annotated[int, Field(strict=True, ge=1, le=100)] = 3
     """Failures after the gate closed, before a version is rejected."""
-    transport: Literal["auto", "shared_memory"] = "auto"
+    transport: Transport = "auto"
+    """How bytes reach the ranks. A named one that cannot work is an error, never replaced."""

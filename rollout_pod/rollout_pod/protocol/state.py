@@ -44,6 +44,8 @@ class UpdatePhase(StrEnum):
     """The weights agent fetches the version, or the ranks check its manifest; serving goes on."""
     WAITING = "Waiting"
     """The prefetch failed and is tried again later; serving goes on."""
+    AWAITING_PUSH = "AwaitingPush"
+    """No sender has offered the version yet (``needs`` names it); serving goes on."""
     STAGED = "Staged"
     """Every rank accepted the manifest."""
     CANCELLING = "Cancelling"
@@ -56,6 +58,8 @@ class UpdatePhase(StrEnum):
     """Nobody wanted it any more before it was begun."""
     REJECTED = "Rejected"
     """Failed too often; the fallback is served until ``weights`` changes."""
+    GIVEN_UP = "GivenUp"
+    """Its sender gave up before anything was loaded; only of a push session."""
 
 
 class _Document(BaseModel):
@@ -71,6 +75,8 @@ class UpdateSeconds(_Document):
     commit: float | None = None
     paused: float | None = None
     """From gate closed to gate open again."""
+    steps: dict[str, float] = {}
+    """Of ``transfer``, as the slowest rank reports it; names and meaning are the engine's."""
 
 
 class FetchProgress(_Document):
@@ -91,9 +97,15 @@ class UpdateState(_Document):
     bytes: int = 0
     seconds: UpdateSeconds = UpdateSeconds()
     transport: str | None = None
+    """``cuda_ipc`` or ``shared_memory``: agreed with the ranks, then as they report it."""
     mode: str | None = None
+    """``direct`` or ``bucketed``; the same."""
+    session: str | None = None
+    """Of the sender that pushes it; None where the weights agent fetches."""
     message: str = ""
     """What went wrong last and what to do about it; empty when nothing did."""
+    note: str = ""
+    """Why transport and mode are not the fastest ones, in the sender's words."""
     started_at: float | None = None
     """Unix time in seconds."""
     finished_at: float | None = None
@@ -107,6 +119,11 @@ class RankState(_Document):
     rank: int
     host: str
     weight_version: str | None
+    path: str = ""
+    """How its last load went: ``replayed`` (all by recorded copies), ``mixed``, ``recorded`` or
+    ``reference`` (by the engine's own loaders); empty before the first."""
+    note: str = ""
+    """Why not faster, where it will stay so."""
 
 
 class SleepState(_Document):
@@ -158,6 +175,8 @@ class StateDocument(_Document):
     """None where nothing sleeps and nothing is asked to."""
     committed: WeightsRef | None = None
     """The committed version with its source; None where there is none."""
+    needs: str | None = None
+    """The version that a trainer has to push: the pod waits for it, and for nothing else."""
     rejected: WeightsRef | None = None
     """The version that failed too often."""
     rejected_message: str | None = None

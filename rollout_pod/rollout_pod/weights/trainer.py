@@ -53,6 +53,17 @@ class SentWeights:
     reports: tuple[LoadReport, ...] = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What sender and ranks agreed on before the first byte; see ``SentWeights``."""
+
+    transport: wire.Transport
+    mode: Literal["bucketed", "direct"]
+    reason: str
+    bytes: int
+    tensors: int
+
+
 class WeightSender:
     """Sends versions to the ranks of an engine, one after the other. One update at a time.
 
@@ -91,7 +102,9 @@ class WeightSender:
         if mode == "direct" and transport == "shared_memory":
             raise ValueError("mode direct: shared memory is filled bucket by bucket; use cuda_ipc")
         self.cancel = threading.Event()
-        """When set, whatever waits raises; for good."""
+        """While set, whatever waits raises."""
+        self.accepted: Agreed | None = None
+        """Of the send that is on, once every rank has accepted its manifest."""
         self._paths = paths
         self._shm_dir = shm_dir
         self._transport = transport
@@ -149,6 +162,8 @@ class WeightSender:
             with step(steps, "map"):
                 slower = self._memory.map(link, shown, direct, deadline)
                 reason = "; ".join(text for text in (reason, slower) if text)
+            mode: Literal["bucketed", "direct"] = "bucketed" if direct is None else "direct"
+            self.accepted = Agreed(link.transport, mode, reason, shown.nbytes, len(shown.tensors))
             if on_accepted is not None:
                 with step(steps, "accepted"):
                     on_accepted(name)
@@ -171,9 +186,8 @@ class WeightSender:
             raise
         steps["total"] = time.monotonic() - started
         return SentWeights(
-            session=name, version=version, transport=link.transport,
-            mode="bucketed" if direct is None else "direct", reason=reason, bytes=shown.nbytes,
-            tensors=len(shown.tensors), seconds=steps, reports=reports,
+            session=name, version=version, transport=link.transport, mode=mode, reason=reason,
+            bytes=shown.nbytes, tensors=len(shown.tensors), seconds=steps, reports=reports,
         )  # fmt: skip
 
     async def send_async(
