@@ -1,4 +1,4 @@
-"""``rollout-pod serve``: engine, supervisor and the two ports in one process."""
+"""``rollout-pod serve``: engine, supervisor, the two ports and the push socket in one process."""
 
 import asyncio
 import contextlib
@@ -25,6 +25,7 @@ from rollout_pod.gate import Gate
 from rollout_pod.server.admin_app import make_admin_app
 from rollout_pod.server.auth import Tokens
 from rollout_pod.server.data_app import make_data_app
+from rollout_pod.server.push_app import PushSocketError, bind_push_socket, make_push_app
 from rollout_pod.supervisor.store import Store
 from rollout_pod.supervisor.supervisor import PodFailed, Supervisor
 from rollout_pod.weights.agent_client import AgentClient
@@ -110,7 +111,14 @@ async def _serve(settings: ServeSettings) -> int:
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         gate=gate,
     )
-    servers = [Server(make_admin_app(supervisor, Tokens(token_dir)), admin_listener)]
+    try:
+        push_listener = bind_push_socket(settings.run_dir)
+    except PushSocketError as error:
+        raise PodFailed(str(error)) from error
+    servers = [
+        Server(make_admin_app(supervisor, Tokens(token_dir)), admin_listener),
+        Server(make_push_app(supervisor, shm_dir=settings.shm_dir), push_listener),
+    ]
     if data_listener is not None:
         servers.append(Server(make_data_app(supervisor), data_listener))
     loop = asyncio.get_running_loop()
@@ -179,7 +187,7 @@ def _front_ends(
 
 
 class Server(uvicorn.Server):
-    """Two of these share a process, so neither may take its signals."""
+    """Several of these share a process, so none may take its signals."""
 
     def __init__(self, app: FastAPI, listener: socket.socket) -> None:
         self._listener = listener

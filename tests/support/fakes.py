@@ -101,6 +101,13 @@ class FakeEngine:
     requests: list[EngineRequest] = field(default_factory=list)
     """All that came, in order."""
     own_metrics: bytes = b""
+    tells: dict[str, Any] = field(
+        default_factory=lambda: {
+            "transport": "shared_memory", "mode": "bucketed", "path": "reference",
+            "note": "it cannot be replayed", "seconds": 0.2, "steps": (("load", 0.1),),
+        }
+    )  # fmt: skip
+    """Of every good load, in the reports of all ranks."""
     calls: list[str] = field(default_factory=list)
     _requests: dict[str, _Request] = field(default_factory=dict)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
@@ -245,7 +252,7 @@ class FakeEngine:
         if outcome == "ok":
             self.holds, self.needs_flush = version, False
             ranks = [r for r in range(self.world) if r not in self.silent_ranks]
-            return tuple(RankReport(r, "host", True, version) for r in ranks)
+            return tuple(RankReport(r, "host", True, version, **self.tells) for r in ranks)
         touched = outcome != "untouched"
         if touched:
             self.holds, self.needs_flush = GARBAGE, True
@@ -310,6 +317,9 @@ class FakeEngine:
 
     def rank_sockets(self) -> tuple[Path, ...]:
         return tuple(Path(f"/nowhere/rank-{r}.sock") for r in range(self.world))
+
+    def gpu_uuids(self) -> tuple[str | None, ...]:
+        return (None,) * self.world
 
     def model_path(self) -> Path | None:
         return Path("/models/base")
@@ -406,6 +416,12 @@ class FakeAgent:
         if outcome != "ok":
             raise TransferError(f"scripted: {outcome}", kind="ranks")
         return FakeStaged()
+
+    def push(self, session: str, outcome: str) -> None:
+        """What a trainer's session comes to, as ``send_script`` says it of the agent's."""
+        future = self._outcome(session)
+        if not future.done():
+            future.set_result(outcome)
 
     async def outcome(self, session: str, version: str) -> str:
         return await self._outcome(session)

@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rollout_pod.generation import Generation
 from rollout_pod.protocol import (
     DesiredDocument,
     GenerateRequest,
     GenerateResponse,
+    PushOffer,
+    PushStatus,
     StateDocument,
     WeightsRef,
     WeightsSource,
@@ -29,6 +32,11 @@ def ref(version: str, *, path: str | None = None, step: int | None = None) -> We
     return WeightsRef(
         version=version, step=step, source=WeightsSource(path=path or f"/w/{version}")
     )
+
+
+def pushed(version: str, *, step: int | None = None) -> WeightsRef:
+    source = WeightsSource.model_validate({"push": {}})
+    return WeightsRef(version=version, step=step, source=source)
 
 
 def check_tokens(
@@ -69,6 +77,14 @@ class Pod:
         )
         self.supervisor.put_desired(document)
         return document
+
+    def offer(self, version: str, session: str = "p", **more: Any) -> PushStatus:
+        """A trainer's offer; ``push`` of the agent says what becomes of it."""
+        body = {
+            "session": session, "boot_id": self.state.boot_id, "version": version, "bytes": 4096,
+            "tensors": 3, "transport": "shared_memory", "mode": "bucketed", **more,
+        }  # fmt: skip
+        return self.supervisor.pushes.offer(PushOffer.model_validate(body))
 
     async def until(self, done: Callable[[StateDocument], bool]) -> StateDocument:
         """Follow the state; fails with the last one after ten seconds."""

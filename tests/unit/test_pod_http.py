@@ -314,7 +314,7 @@ def test_unknown_fields_of_a_document_are_ignored() -> None:
     [
         {}, {"path": "/a", "url": "s3://b/a"}, {"url": "ftp://h/a"}, {"url": "https://u:p@h/a"},
         {"url": "https://h/a?sig=x"}, {"url": "s3://b/a b"}, {"url": "https://"}, {"url": "b/a"},
-        {"push": {}},
+        {"path": "/a", "push": {}}, {"push": None},
     ],
 )  # fmt: skip
 def test_sources_that_are_refused(source: dict) -> None:

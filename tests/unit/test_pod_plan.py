@@ -18,6 +18,7 @@ from rollout_pod.protocol import (
 )
 from rollout_pod.supervisor import plan
 from rollout_pod.supervisor.plan import next_step
+from rollout_pod.supervisor.pushed import needed_push
 from rollout_pod.supervisor.state import (
     BASE,
     EngineStatus,
@@ -33,12 +34,19 @@ def ref(version: str) -> WeightsRef:
     return WeightsRef(version=version, source=WeightsSource(path=f"/w/{version}"))
 
 
+def pushed(version: str) -> WeightsRef:
+    return WeightsRef(version=version, source=WeightsSource.model_validate({"push": {}}))
+
+
 ONE, TWO = ref("step-1"), ref("step-2")
+PUSHED, ALSO_PUSHED = pushed("step-8"), pushed("step-9")
 UP = PodState(engine=EngineStatus.UP, loaded=BASE)
 SERVING = replace(
     UP, gate_open=True, loaded=ONE, transferred=True, committed=ONE, last_committed=ONE
 )
 READY_TWO = Stage(TWO, "s", StageStatus.READY)
+AWAITS = Stage(PUSHED, "", StageStatus.AWAITING)
+OFFERED = Stage(PUSHED, "p", StageStatus.READY)
 CLOSED = replace(SERVING, gate_open=False, closed_for=CancelReason.UPDATING, idle=True)
 POISONED = replace(CLOSED, committed=None, loaded=None, poisoned=True)
 
@@ -250,6 +258,140 @@ def doc(weights: WeightsRef | None = ONE, **more: object) -> DesiredDocument:
             id="the fallback fails too: only a restart helps",
         ),
         pytest.param(
+            doc(PUSHED), SERVING, plan.AwaitPush(PUSHED), id="push: say that it is needed"
+        ),
+        pytest.param(
+            doc(PUSHED),
+            replace(SERVING, stage=READY_TWO),
+            plan.AwaitPush(PUSHED),
+            id="push: it supersedes what was staged",
+        ),
+        pytest.param(
+            doc(PUSHED), replace(SERVING, stage=AWAITS), plan.Wait(), id="push: serve on till then"
+        ),
+        pytest.param(
+            doc(PUSHED),
+            replace(SERVING, stage=OFFERED),
+            plan.CloseGate(CancelReason.UPDATING),
+            id="push: offered, so every rank accepted the manifest",
+        ),
+        pytest.param(
+            doc(PUSHED),
+            replace(CLOSED, stage=OFFERED),
+            plan.Transfer(PUSHED, "p", flush=False),
+            id="push: the trainer's session",
+        ),
+        pytest.param(
+            doc(PUSHED),
+            replace(CLOSED, stage=None),
+            plan.AwaitPush(PUSHED),
+            id="push: its sender is gone behind a closed gate",
+        ),
+        pytest.param(
+            doc(PUSHED),
+            replace(CLOSED, stage=AWAITS),
+            plan.OpenGate(),
+            id="push: which opens again",
+        ),
+        pytest.param(
+            doc(PUSHED),
+            replace(POISONED, stage=OFFERED),
+            plan.Transfer(PUSHED, "p", flush=True),
+            id="push: poisoned: flushed first",
+        ),
+        pytest.param(
+            doc(PUSHED),
+            POISONED,
+            plan.Prefetch(ONE),
+            id="push: poisoned: nobody knows when it comes again, the old version can be had now",
+        ),
+        pytest.param(
+            doc(PUSHED),
+            replace(POISONED, last_committed=ALSO_PUSHED, stage=AWAITS),
+            plan.Wait(),
+            id="push: poisoned, and all that helps has to be pushed",
+        ),
+        pytest.param(
+            doc(PUSHED, max_attempts=2),
+            replace(POISONED, last_committed=None)
+            .with_load_failure(PUSHED)
+            .with_load_failure(PUSHED),
+            plan.Restart("step-8 failed 2 times"),
+            id="push: it failed too often with nothing to fall back to",
+        ),
+        pytest.param(
+            doc(PUSHED, fallback=BASE),
+            UP,
+            plan.Commit(BASE),
+            id="push: a fresh pod serves the fallback meanwhile",
+        ),
+        pytest.param(
+            doc(PUSHED, fallback=ONE), UP, plan.Prefetch(ONE), id="push: also one to be fetched"
+        ),
+        pytest.param(
+            doc(PUSHED, fallback=ONE),
+            replace(UP, idle=True, closed_for=CancelReason.UPDATING, stage=OFFERED),
+            plan.Transfer(PUSHED, "p", flush=False),
+            id="push: an offer goes before the fallback",
+        ),
+        pytest.param(
+            doc(PUSHED, fallback=PUSHED), UP, plan.AwaitPush(PUSHED), id="push: restarted: again"
+        ),
+        pytest.param(
+            doc(PUSHED),
+            replace(SERVING, rejected=PUSHED),
+            plan.Wait(),
+            id="push: rejected: serve on",
+        ),
+        pytest.param(
+            doc(PUSHED),
+            replace(POISONED, rejected=PUSHED, last_committed=ALSO_PUSHED),
+            plan.AwaitPush(ALSO_PUSHED),
+            id="push: poisoned and rejected: the fallback has to be pushed",
+        ),
+        pytest.param(
+            doc(ONE, fallback=PUSHED),
+            replace(UP, idle=True, closed_for=CancelReason.UPDATING).with_stage_failure(
+                ONE, retry_at=9.0
+            ),
+            plan.Wait(9.0),
+            id="push: a fallback that nobody offers keeps no retry from its time",
+        ),
+        pytest.param(
+            doc(ONE, fallback=PUSHED),
+            replace(
+                UP, idle=True, closed_for=CancelReason.UPDATING, stage=OFFERED
+            ).with_stage_failure(ONE, retry_at=9.0),
+            plan.Transfer(PUSHED, "p", flush=False),
+            id="push: an offered fallback is taken while the wanted version cannot be had",
+        ),
+        pytest.param(
+            doc(PUSHED, sleep=LEVEL_1),
+            replace(FULL_1, stage=OFFERED),
+            plan.Wait(),
+            id="push: asleep: what was offered waits for the wake",
+        ),
+        pytest.param(
+            doc(PUSHED),
+            replace(FULL_2, sleep=None, last_committed=PUSHED, stage=OFFERED),
+            plan.CloseGate(CancelReason.UPDATING),
+            id="push: the complete update that level 2 makes necessary",
+        ),
+        pytest.param(
+            doc(PUSHED, paused=True),
+            replace(
+                SERVING, gate_open=False, closed_for=CancelReason.PAUSED, idle=True, stage=AWAITS
+            ),
+            plan.Wait(),
+            id="push: a pause goes on while it is awaited",
+        ),
+        pytest.param(
+            doc(),
+            replace(SERVING, stage=OFFERED),
+            plan.GiveUp(),
+            id="push: the wish is taken back: its sender is told",
+        ),
+        pytest.param(
             doc(ONE.model_copy(update={"step": 7})),
             SERVING,
             plan.Relabel(7),
@@ -453,6 +595,50 @@ def test_next_step(desired: DesiredDocument | None, state: PodState, step: plan.
 
 
 @pytest.mark.parametrize(
+    ("desired", "state", "needs"),
+    [
+        pytest.param(None, UP, None, id="without a document"),
+        pytest.param(doc(ONE), UP, None, id="what can be fetched"),
+        pytest.param(doc(PUSHED), PodState(), None, id="no ranks yet"),
+        pytest.param(doc(PUSHED), replace(UP, draining=True), None, id="it ends"),
+        pytest.param(doc(PUSHED), UP, PUSHED, id="fresh"),
+        pytest.param(doc(PUSHED), SERVING, PUSHED, id="serving the old version"),
+        pytest.param(doc(PUSHED), replace(SERVING, stage=AWAITS), PUSHED, id="awaited"),
+        pytest.param(doc(PUSHED), replace(SERVING, stage=OFFERED), None, id="offered"),
+        pytest.param(
+            doc(PUSHED), replace(SERVING, loaded=PUSHED, committed=PUSHED), None, id="held"
+        ),
+        pytest.param(doc(PUSHED), POISONED, PUSHED, id="poisoned, whatever is done meanwhile"),
+        pytest.param(doc(PUSHED, fallback=ONE), UP, PUSHED, id="while the fallback is fetched"),
+        pytest.param(doc(PUSHED), FULL_2, None, id="asleep there is nothing to load into"),
+        pytest.param(
+            doc(PUSHED, sleep=ONLY_KV), asleep(1, KV), PUSHED, id="the weights are awake"
+        ),
+        pytest.param(doc(PUSHED), replace(SERVING, rejected=PUSHED), None, id="rejected"),
+        pytest.param(
+            doc(PUSHED, fallback=ALSO_PUSHED), replace(UP, rejected=PUSHED), ALSO_PUSHED,
+            id="rejected: the fallback",
+        ),
+        pytest.param(
+            doc(PUSHED, fallback=ALSO_PUSHED), UP, PUSHED, id="of two the one that is wanted"
+        ),
+        pytest.param(
+            doc(PUSHED), replace(UP, rejected=PUSHED), PUSHED, id="rejected, and nothing else there"
+        ),
+        pytest.param(doc(ONE, fallback=PUSHED), UP, None, id="the wanted one is being fetched"),
+        pytest.param(
+            doc(ONE, fallback=PUSHED), UP.with_stage_failure(ONE, retry_at=9.0), PUSHED,
+            id="the wanted one cannot be fetched",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_trainer_has_to_bring(
+    desired: DesiredDocument | None, state: PodState, needs: WeightsRef | None
+) -> None:
+    assert needed_push(desired, state) == needs
+
+
+@pytest.mark.parametrize(
     ("state", "phase", "ready"),
     [
         (PodState(), PodPhase.LOADING, False),
@@ -485,7 +671,7 @@ def test_phase_and_readiness(state: PodState, phase: PodPhase, ready: bool) -> N
     assert (phase_of(state), is_ready(state)) == (phase, ready)
 
 
-REFS = [BASE, ONE, TWO, ref("step-3")]
+REFS = [BASE, ONE, TWO, ref("step-3"), PUSHED, ALSO_PUSHED]
 some_ref = st.sampled_from(REFS)
 maybe_ref = st.none() | some_ref
 
@@ -503,6 +689,11 @@ def states(draw: st.DrawFn) -> PodState:
         transferred = True
     gate_open = committed is not None and loaded == committed and draw(st.booleans())
     stage_ref = draw(maybe_ref)
+    statuses = (
+        [StageStatus.AWAITING, StageStatus.READY]
+        if stage_ref and stage_ref.is_pushed
+        else [StageStatus.RUNNING, StageStatus.READY, StageStatus.FAILED]
+    )
     tags = () if gate_open else draw(st.sampled_from([(), (WEIGHTS,), (KV,), (WEIGHTS, KV)]))
     level = draw(st.sampled_from([1, 2]))
     if WEIGHTS in tags and level == 2:
@@ -521,10 +712,10 @@ def states(draw: st.DrawFn) -> PodState:
         committed=committed,
         last_committed=committed or draw(maybe_ref),
         poisoned=poisoned,
-        stage=Stage(stage_ref, "s", draw(st.sampled_from(StageStatus))) if stage_ref else None,
+        stage=Stage(stage_ref, "s", draw(st.sampled_from(statuses))) if stage_ref else None,
         rejected=draw(maybe_ref),
     )
-    for failed in draw(st.lists(some_ref, max_size=2, unique=True)):
+    for failed in draw(st.lists(st.sampled_from(REFS[:4]), max_size=2, unique=True)):
         state = state.with_stage_failure(failed, retry_at=draw(st.sampled_from([0.0, 5.0])))
     return state
 
@@ -543,7 +734,10 @@ def documents(draw: st.DrawFn) -> DesiredDocument:
 def do(step: plan.Step, state: PodState) -> PodState:
     """The effect of a step when everything goes well."""
     match step:
+        case plan.AwaitPush(target):
+            return replace(state, stage=Stage(target, "", StageStatus.AWAITING))
         case plan.Prefetch(target):
+            assert not target.is_pushed
             return replace(
                 state.without_stage_failure(target), stage=Stage(target, "s", StageStatus.READY)
             )
@@ -602,14 +796,19 @@ def do(step: plan.Step, state: PodState) -> PodState:
 def test_every_state_comes_to_rest_where_the_document_says(
     desired: DesiredDocument, state: PodState
 ) -> None:
-    now = 10.0
-    for _ in range(40):
+    now, offers = 10.0, 3
+    for _ in range(60):
         step = next_step(desired, state, now)
         if isinstance(step, plan.Wait):
             running = state.stage is not None and state.stage.status is StageStatus.RUNNING
             if running:  # the agent ends its work
                 assert state.stage
                 state = do(plan.Prefetch(state.stage.ref), state)
+                continue
+            needed = needed_push(desired, state)
+            if needed and offers > 0:  # a trainer that looks for it
+                offers -= 1
+                state = replace(state, stage=Stage(needed, "p", StageStatus.READY))
                 continue
             break
         before, state = state, do(step, state)

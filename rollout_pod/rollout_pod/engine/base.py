@@ -207,6 +207,10 @@ class RankReport:
     """Why not by a faster one."""
     steps: tuple[tuple[str, float], ...] = ()
     """Seconds."""
+    transport: str = ""
+    """By which the bytes came: ``weights.wire.Transport``."""
+    mode: str = ""
+    """``direct`` or ``bucketed``; empty where no byte came."""
 
 
 @dataclass(frozen=True)
@@ -368,6 +372,11 @@ class Engine(Protocol):
 
     def rank_sockets(self) -> tuple[Path, ...]:
         """The socket of every rank's receiver, ordered by global rank. Known after ``start``."""
+
+    def gpu_uuids(self) -> tuple[str | None, ...]:
+        """Of every rank's GPU, ordered by global rank; None for one without. Known after
+        ``start``.
+        """
 
     def model_path(self) -> Path | None:
         """The folder that ``base`` was loaded from; None where that is no local folder."""

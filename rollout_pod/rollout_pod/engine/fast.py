@@ -156,14 +156,12 @@ class FastLoader:
 
     def finish(self) -> None:
         """See ``Loader``."""
-        self.require_full_cover = False
-        if self._path == "replayed":
-            return
         if self._path == "mixed" and self._survey is not None:
             self._reference.finish(self._survey.parameters)
-            return
-        with self._recording():
-            self._reference.finish()
+        elif self._path != "replayed":
+            with self._recording():
+                self._reference.finish()
+        self.require_full_cover = False  # not before all of it is there
         if self._recorder is not None:
             self._judge(self._recorder)
 

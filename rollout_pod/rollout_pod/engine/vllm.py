@@ -112,6 +112,7 @@ class VllmEngine:
         self._shares: tuple[Share, ...] = ()
         self._share: Share | None = None
         self._world = 0
+        self._gpu_uuids: tuple[str | None, ...] = ()
         self._vocab_size = 0
         self._max_logprobs = 0
         self._has_tokenizer = False
@@ -227,11 +228,13 @@ class VllmEngine:
         # Asked for now, so that no request has to wait for the answer between gate and engine.
         await self._lifeline.call(self._llm.get_supported_tasks(), "list its tasks", _CALL_S)
         settings = self._settings
-        await self._on_ranks(
+        answers = await self._on_ranks(
             "rollout_start_receiver",
             (str(settings.run_dir), str(settings.shm_dir), self._world),
             _CALL_S,
         )
+        answers.sort(key=lambda answer: int(answer["rank"]))
+        self._gpu_uuids = tuple(answer["gpu_uuid"] for answer in answers)
 
     async def _load_adapters(self) -> None:
         """Now, and not with the first request that names one: a bad one would end the engine."""
@@ -514,6 +517,8 @@ class VllmEngine:
         if self._sleep_refusal is not None:
             raise SleepUnsupported(self._sleep_refusal)
         before = await self._free_memory()
+        if level == 2:
+            await self._on_ranks("rollout_lose_weights", (), _CALL_S)
         await self._lifeline.call(llm.sleep(level=level), "fall asleep", _MEMORY_S)
         return released(before, await self._free_memory())
 
@@ -585,6 +590,10 @@ class VllmEngine:
         """See ``Engine``."""
         ranks = self._settings.run_dir / "ranks"
         return tuple(ranks / f"rank-{rank}.sock" for rank in range(self._world))
+
+    def gpu_uuids(self) -> tuple[str | None, ...]:
+        """See ``Engine``."""
+        return self._gpu_uuids
 
     def model_path(self) -> Path | None:
         """See ``Engine``."""

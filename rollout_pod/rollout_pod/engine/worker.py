@@ -104,7 +104,12 @@ class RolloutWorker:
             self._rollout_staging = device_slot.Staging(
                 self.rollout_shadow, self._rollout_loader, self._rollout_receiver
             )
-        return {"rank": rank, "host": socket.gethostname(), "socket": str(path)}
+        return {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "socket": str(path),
+            "gpu_uuid": device.uuid if device is not None else None,
+        }
 
     def rollout_load_weights(
         self, session: str, version: str, flush: bool, timeout_s: float, repair: bool
@@ -163,6 +168,10 @@ class RolloutWorker:
                 path="switched",
             )  # fmt: skip
         return replace(report, seconds=time.monotonic() - started).as_dict()
+
+    def rollout_lose_weights(self) -> None:
+        """Whatever the model holds is lost soon: the next load has to write every byte of it."""
+        self._rollout_loader.require_full_cover = True
 
     def rollout_free_memory(self) -> int | None:
         """Bytes that are free on this rank's device, whoever uses the rest; None on CPU."""

@@ -75,8 +75,6 @@ class UpdateSeconds(_Document):
     commit: float | None = None
     paused: float | None = None
     """From gate closed to gate open again."""
-    steps: dict[str, float] = {}
-    """Of ``transfer``, as the slowest rank reports it; names and meaning are the engine's."""
 
 
 class FetchProgress(_Document):
@@ -96,6 +94,9 @@ class UpdateState(_Document):
     """Transfers of this version that were started, this one included."""
     bytes: int = 0
     seconds: UpdateSeconds = UpdateSeconds()
+    steps: dict[str, float] = {}
+    """Seconds within ``seconds.transfer``, as the slowest rank reports them; their names are the
+    weight protocol's."""
     transport: str | None = None
     """``cuda_ipc`` or ``shared_memory``: agreed with the ranks, then as they report it."""
     mode: str | None = None

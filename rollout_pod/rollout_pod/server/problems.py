@@ -24,6 +24,7 @@ from rollout_pod.generation import PromptTooLong
 from rollout_pod.protocol import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.problem import FieldError
 from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
+from rollout_pod.supervisor.pushing import NoRanks, PushRefused, UnknownSession
 from rollout_pod.supervisor.supervisor import Fenced, PreconditionFailed
 
 log = structlog.get_logger(__name__)
@@ -81,6 +82,8 @@ _KNOWN: Mapping[type, tuple[int, ProblemCode, str, str]] = {
     PreconditionFailed: (412, ProblemCode.PRECONDITION_FAILED, "Precondition failed", ""),
     NoFrontEnd: (501, ProblemCode.NOT_SUPPORTED, "No OpenAI routes", ""),
     EngineNotUp: (503, ProblemCode.NOT_READY, "Not ready", ""),
+    NoRanks: (503, ProblemCode.ENGINE_NOT_UP, "Engine not up", ""),
+    UnknownSession: (404, ProblemCode.NOT_FOUND, "Unknown session", ""),
     EngineAsleep: (409, ProblemCode.ASLEEP, "Asleep", ""),
     CachesInUse: (503, ProblemCode.CACHE_IN_USE, "Caches in use", ""),
     EngineError: (400, ProblemCode.ENGINE_ERROR, "Refused by the engine", ""),
@@ -108,6 +111,8 @@ def problem_of(error: BaseException) -> Problem:
             detail=f"{error.field}: {error}",
             errors=[FieldError(field=error.field, message=str(error))],
         )
+    if isinstance(error, PushRefused):
+        return Problem(title="Push refused", status=409, code=error.code, detail=str(error))
     for kind in type(error).__mro__:
         if kind in _KNOWN:
             status, code, title, detail = _KNOWN[kind]
@@ -186,7 +191,7 @@ def install_problems(app: FastAPI, *, on_refused: Callable[[str], None] | None =
         log.error("unexpected error", path=request.url.path, error=repr(error))
         return respond(problem_of(error))
 
-    for kind in (*_KNOWN, InvalidSamplingParams, InvalidField):
+    for kind in (*_KNOWN, InvalidSamplingParams, InvalidField, PushRefused):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

@@ -6,6 +6,7 @@ decides what comes next, and none opens the gate in passing.
 
 import asyncio
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,7 @@ from rollout_pod.supervisor.state import (
     BASE,
     EngineStatus,
     PodState,
+    Rank,
     fallback_weights,
     wanted_sleep,
 )
@@ -74,7 +76,7 @@ class Acts:
             info=info,
             loaded=BASE,
             sleep_refusal=self.engine.sleep_refusal(),
-            ranks=tuple((rank, "") for rank in range(info.world_size)),
+            ranks=tuple(Rank(rank) for rank in range(info.world_size)),
         )
 
     # -- the switch
@@ -118,7 +120,7 @@ class Acts:
 
     async def transfer(self, ref: WeightsRef, session: str, *, flush: bool) -> None:
         """Let every rank load the staged version; whatever goes wrong poisons, unless no rank
-        had touched its model yet.
+        had touched its model yet. A trainer that pushes it sends by itself.
         """
         desired = self.board.desired
         timeout_s = desired.update_timeout_s if desired else 600.0
@@ -141,7 +143,8 @@ class Acts:
         problems: list[str] = []
         reports: tuple[RankReport, ...] = ()
         try:
-            problems += await self._send(session, timeout_s)
+            if not ref.is_pushed:
+                problems += await self._send(session, timeout_s)
             async with asyncio.timeout(timeout_s + _REPORT_S):
                 reports = await load
         except EngineDeadError as error:
@@ -168,8 +171,15 @@ class Acts:
                 poisoned=False,
                 loaded=ref,
                 transferred=True,
-                ranks=tuple((report.rank, report.host) for report in reports),
-                update=update_news(self.board, phase=UpdatePhase.COMMITTING, transfer=seconds),
+                ranks=tuple(Rank(r.rank, r.host, r.path, r.note) for r in reports),
+                update=update_news(
+                    self.board,
+                    phase=UpdatePhase.COMMITTING,
+                    transfer=seconds,
+                    transport=_said(report.transport for report in reports),
+                    mode=_said(report.mode for report in reports),
+                    steps=dict(max(reports, key=lambda report: report.seconds).steps),
+                ),
             )
             return
         untouched = bool(reports) and not any(report.touched for report in reports)
@@ -250,7 +260,7 @@ class Acts:
         self.board.set(replace(state, update=update, stage=None if is_staged else stage))
         log.info("committed", version=ref.version)
         if stage is not None and is_staged:
-            await self.staging.keep(stage.session)
+            await self.staging.keep(stage)
 
     def relabel(self, step: int | None) -> None:
         """The committed version got another step."""
@@ -304,7 +314,7 @@ class Acts:
         A drain of an interruption that goes on already is not prolonged.
         """
         self.gate.drain()
-        await self.staging.give_up()
+        await self.staging.give_up("this pod ends")
         if self.board.desired:
             left_s = self.gate.drain_left(self.board.desired.interruption.timeout_s)
             timeout_s = min(timeout_s, left_s)
@@ -375,3 +385,8 @@ class Acts:
         desired, state = self.board.desired, self.board.state
         fallback = fallback_weights(desired, state) if desired else None
         return fallback is not None and fallback.version != ref.version
+
+
+def _said(words: Iterable[str]) -> str | None:
+    """What the ranks say; each of several, where they differ. None where none says anything."""
+    return ", ".join(sorted({word for word in words if word})) or None

@@ -3,14 +3,18 @@
 import asyncio
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from rollout_pod.protocol import DesiredDocument, StateDocument
+from rollout_pod.protocol import DesiredDocument, StateDocument, UpdateState
 from rollout_pod.supervisor.render import render_state, same_news
 from rollout_pod.supervisor.state import PodState
+
+_REMEMBERED: Final = 32
+"""Sessions of trainers."""
 
 
 class Board:
@@ -23,6 +27,7 @@ class Board:
         self._unfinished = unfinished
         self._news = asyncio.Event()
         self._closed = False
+        self._sessions: OrderedDict[str, UpdateState] = OrderedDict()
         self._document = self._render(revision=1)
 
     def document(self) -> StateDocument:
@@ -36,7 +41,19 @@ class Board:
     def set(self, state: PodState) -> None:
         """Replace the state, and tell those who wait if it is news."""
         self.state = state
+        self._remember(state.update)
         self.publish()
+
+    def session(self, session: str) -> UpdateState | None:
+        """The last record of an update that a trainer's session brought."""
+        return self._sessions.get(session)
+
+    def _remember(self, update: UpdateState | None) -> None:
+        if update is None or update.session is None:
+            return
+        self._sessions[update.session] = update
+        while len(self._sessions) > _REMEMBERED:
+            self._sessions.popitem(last=False)
 
     def publish(self) -> None:
         """Make a new revision if anything changed that somebody may wait for."""
@@ -45,6 +62,11 @@ class Board:
             self._document = fresh
             self._news.set()
             self._news = asyncio.Event()
+
+    @property
+    def is_closed(self) -> bool:
+        """There is no more news."""
+        return self._closed
 
     def close(self) -> None:
         """Let everybody go who waits."""

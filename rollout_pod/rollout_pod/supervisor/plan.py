@@ -14,6 +14,7 @@ from rollout_pod.protocol import (
     SleepTag,
     WeightsRef,
 )
+from rollout_pod.supervisor.pushed import is_at_hand
 from rollout_pod.supervisor.state import (
     EngineStatus,
     PodState,
@@ -32,6 +33,13 @@ class Load:
 @dataclass(frozen=True)
 class Prefetch:
     """Let the agent fetch a version and every rank check its manifest, beside everything else."""
+
+    ref: WeightsRef
+
+
+@dataclass(frozen=True)
+class AwaitPush:
+    """Tell whoever holds a version that it is needed, and let serving go on."""
 
     ref: WeightsRef
 
@@ -128,8 +136,8 @@ class Wait:
 
 
 Step = (
-    Load | Prefetch | GiveUp | CloseGate | Cancel | Transfer | ClearCaches | Commit | Relabel
-    | OpenGate | Sleep | Wake | Drain | Restart | Wait
+    Load | Prefetch | AwaitPush | GiveUp | CloseGate | Cancel | Transfer | ClearCaches | Commit
+    | Relabel | OpenGate | Sleep | Wake | Drain | Restart | Wait
 )  # fmt: skip
 
 
@@ -139,7 +147,8 @@ def choose_target(desired: DesiredDocument, state: PodState, now: float) -> Weig
     A pod that serves keeps what it serves until the wanted version is at hand, and does not move
     when that was rejected. A pod that has nothing to serve (new, restarted or poisoned) tries the
     wanted version, then, as soon as that fails, the fallback; without one it tries the wanted
-    version whatever it was rejected for.
+    version whatever it was rejected for. Nobody knows when a trainer will push: until it does, a
+    version that can be fetched is the better one.
     """
     wanted = wanted_weights(desired)
     is_rejected = state.rejected == wanted
@@ -150,6 +159,10 @@ def choose_target(desired: DesiredDocument, state: PodState, now: float) -> Weig
         return wanted
     if is_rejected:
         return fallback
+    if wanted.is_pushed and not is_at_hand(state, wanted):
+        return wanted if fallback.is_pushed else fallback
+    if fallback.is_pushed and not is_at_hand(state, fallback):
+        return wanted
     stage = state.stage
     failures, retry_at = state.stage_failure_of(wanted)
     if failures and stage and stage.ref == fallback and stage.status is not StageStatus.FAILED:
@@ -255,8 +268,13 @@ def _at_rest(desired: DesiredDocument, state: PodState) -> CloseGate | Cancel | 
 
 
 def _towards(desired: DesiredDocument, target: WeightsRef, state: PodState, now: float) -> Step:
-    """The next step of an update; ``Wait`` where the agent is at work or a retry is not due."""
+    """The next step of an update; ``Wait`` where the agent is at work, a trainer is waited for or a
+    retry is not due.
+    """
     stage = state.stage
+    if target.is_pushed and not is_at_hand(state, target):
+        is_told = stage and stage.ref == target and stage.status is StageStatus.AWAITING
+        return Wait() if is_told else AwaitPush(target)
     if stage is None or stage.ref != target or stage.status is StageStatus.FAILED:
         failures, retry_at = state.stage_failure_of(target)
         if failures and now < retry_at:

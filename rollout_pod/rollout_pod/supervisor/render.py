@@ -14,6 +14,7 @@ from rollout_pod.protocol import (
     UpdateState,
     WeightsRef,
 )
+from rollout_pod.supervisor.pushed import needed_push
 from rollout_pod.supervisor.state import PodState, is_ready, phase_of, wanted_weights
 
 COUNTERS: Mapping[str, bool | set[str]] = {
@@ -28,6 +29,17 @@ WAITS_FOR_WAKE = (
     "waits until the weights wake: ask for no sleep, or for tags without weights; all is at hand"
 )
 """Of an update that finds the weights asleep."""
+
+PUSH_WAITS_FOR_WAKE = (
+    "waits until the weights wake: ask for no sleep, or for tags without weights; then it can be "
+    "pushed"
+)
+"""The same of one that a trainer has to bring."""
+
+_ASLEEP: Mapping[UpdatePhase, str] = {
+    UpdatePhase.STAGED: WAITS_FOR_WAKE,
+    UpdatePhase.AWAITING_PUSH: PUSH_WAITS_FOR_WAKE,
+}
 
 
 def held_weights(state: PodState) -> WeightsRef | None:
@@ -56,9 +68,10 @@ def resident_tags(state: PodState) -> tuple[SleepTag, ...]:
 
 def _update_of(state: PodState) -> UpdateState | None:
     update = state.update
-    if update is not None and update.phase is UpdatePhase.STAGED and state.weights_asleep:
-        return update.model_copy(update={"message": WAITS_FOR_WAKE})
-    return update
+    if update is None or not state.weights_asleep:
+        return update
+    message = _ASLEEP.get(update.phase)
+    return update.model_copy(update={"message": message}) if message else update
 
 
 def render_state(
@@ -72,6 +85,7 @@ def render_state(
     """The document of this moment."""
     held = held_weights(state)
     version = held.version if held else None
+    needed = needed_push(desired, state)
     return StateDocument(
         revision=revision,
         boot_id=boot_id,
@@ -87,11 +101,19 @@ def render_state(
         resident=resident_tags(state),
         sleep=sleep_of(state, desired),
         committed=state.committed,
+        needs=needed.version if needed else None,
         rejected=state.rejected,
         rejected_message=state.rejected_message,
         update=_update_of(state),
         ranks=tuple(
-            RankState(rank=rank, host=host, weight_version=version) for rank, host in state.ranks
+            RankState(
+                rank=rank.rank,
+                host=rank.host,
+                weight_version=version,
+                path=rank.path,
+                note=rank.note,
+            )
+            for rank in state.ranks
         ),
         last_error=state.last_error,
         engine=state.info,

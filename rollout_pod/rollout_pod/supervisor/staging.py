@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from rollout_pod.engine.base import Engine
-from rollout_pod.protocol import FetchProgress, UpdatePhase, UpdateState, WeightsRef
+from rollout_pod.protocol import FetchProgress, PushOffer, UpdatePhase, UpdateState, WeightsRef
+from rollout_pod.protocol.push import OVER
 from rollout_pod.supervisor.board import Board
 from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.render import begin_update
@@ -20,7 +21,12 @@ log = structlog.get_logger(__name__)
 _RETRY_BASE_S = 1.0
 _RETRY_LIMIT_S = 30.0
 _TELL_S = 10.0
-_BEFORE_THE_GATE = (UpdatePhase.PREFETCHING, UpdatePhase.WAITING, UpdatePhase.STAGED)
+_BEFORE_THE_GATE = (
+    UpdatePhase.PREFETCHING, UpdatePhase.WAITING, UpdatePhase.AWAITING_PUSH, UpdatePhase.STAGED,
+)  # fmt: skip
+
+SUPERSEDED = "nobody wants this version any more: something else was asked for meanwhile"
+"""Told to the sender of a session that the pod gives up."""
 
 
 def update_news(board: Board, **news: object) -> UpdateState:
@@ -44,26 +50,59 @@ class Staging:
     """Makes the supervisor plan again."""
     _sessions: int = 0
     _task: asyncio.Task[None] | None = None
+    _left: list[asyncio.Task[None]] = field(default_factory=list)
+    """Cancelled, and not joined yet."""
 
     async def prefetch(self, ref: WeightsRef) -> None:
         """Begin to prepare ``ref``; what was being prepared before is given up."""
-        await self.give_up()
+        if not await self.give_up():
+            return
         self._sessions += 1
         session = f"{self.board.boot_id[:12]}-{self._sessions}"
-        state = self.board.state
-        self.board.change(
-            stage=Stage(ref, session, StageStatus.RUNNING),
-            update=begin_update(
-                ref,
-                state.update,
-                attempt=state.load_failures_of(ref) + 1,
-                now_unix=time.time(),
-            ),
-        )
+        self.board.change(stage=Stage(ref, session, StageStatus.RUNNING), update=self._begin(ref))
         self._task = asyncio.create_task(self._stage(ref, session), name=f"stage {session}")
 
+    async def await_push(self, ref: WeightsRef) -> None:
+        """Say that a trainer has to bring ``ref``; what was being prepared before is given up."""
+        if not await self.give_up():
+            return
+        update = self._begin(ref).model_copy(update={"phase": UpdatePhase.AWAITING_PUSH})
+        self.board.change(stage=Stage(ref, "", StageStatus.AWAITING), update=update)
+
+    def take_push(self, ref: WeightsRef, offer: PushOffer) -> None:
+        """A trainer holds ``ref``, and every rank has accepted its manifest: what the agent
+        prepares meanwhile is not waited for any more.
+        """
+        self._leave_task()
+        update = self._begin(ref).model_copy(
+            update={
+                "phase": UpdatePhase.STAGED, "session": offer.session, "bytes": offer.bytes,
+                "transport": offer.transport, "mode": offer.mode, "note": offer.reason,
+            }
+        )  # fmt: skip
+        self.board.change(stage=Stage(ref, offer.session, StageStatus.READY), update=update)
+        log.info("push offered", version=ref.version, session=offer.session)
+        self.wake()
+
+    def drop_push(self, session: str, phase: UpdatePhase, message: str) -> None:
+        """A trainer's session ends before anything of it was loaded."""
+        state = self.board.state
+        stage, update = state.stage, state.update
+        if stage is None or stage.session != session or state.transferring:
+            return
+        log.info("push dropped", version=stage.ref.version, session=session, reason=message)
+        if update and update.session == session and update.phase not in OVER:
+            update = update_news(self.board, phase=phase, message=message, finished_at=time.time())
+        self.board.change(stage=None, update=update)
+        self.wake()
+
+    def _begin(self, ref: WeightsRef) -> UpdateState:
+        state = self.board.state
+        attempt = state.load_failures_of(ref) + 1
+        return begin_update(ref, state.update, attempt=attempt, now_unix=time.time())
+
     async def _stage(self, ref: WeightsRef, session: str) -> None:
-        """Owned by ``_stage_task``; ends in a READY or a FAILED stage."""
+        """Owned by ``_task``; ends in a READY or a FAILED stage, unless another took its place."""
         desired = self.board.desired
         if desired is None:
             raise RuntimeError("a version is prepared without a desired document")
@@ -91,6 +130,8 @@ class Staging:
             log.exception("prefetch failed unexpectedly", version=ref.version)
             self._failed(ref, session, f"{type(error).__name__}: {error}")
         else:
+            if not self._is_current(session):
+                return
             self.board.set(self.board.state.without_stage_failure(ref))
             self.board.change(
                 stage=Stage(ref, session, StageStatus.READY),
@@ -99,7 +140,6 @@ class Staging:
                     phase=UpdatePhase.STAGED,
                     bytes=staged.bytes,
                     transport=staged.transport,
-                    mode="bucketed",
                     prefetch=staged.seconds,
                     progress=None,
                 ),
@@ -109,13 +149,14 @@ class Staging:
 
     def _fetched(self, session: str, done: int, total: int) -> None:
         """A counter: whoever waits for news is not told."""
-        stage = self.board.state.stage
-        if stage and stage.session == session and stage.status is StageStatus.RUNNING:
+        if self._is_current(session):
             progress = FetchProgress(bytes=done, total=total)
             self.board.change(update=update_news(self.board, progress=progress))
 
     def _failed(self, ref: WeightsRef, session: str, message: str) -> None:
         """Serving goes on; the plan tries again when the time has come."""
+        if not self._is_current(session):
+            return
         state = self.board.state
         failures, _ = state.stage_failure_of(ref)
         delay = min(_RETRY_LIMIT_S, _RETRY_BASE_S * 2**failures)
@@ -129,17 +170,34 @@ class Staging:
             ),
         )
 
-    async def give_up(self) -> None:
-        """End the preparation that goes on, if one does."""
-        task, self._task = self._task, None
+    async def give_up(self, why: str = SUPERSEDED) -> bool:
+        """End the preparation that goes on, if one does. False if a trainer's offer took its place
+        meanwhile: that one stays.
+        """
         stage = self.board.state.stage
-        if task and not task.done():
-            task.cancel()
-        if task:
-            await asyncio.gather(task, return_exceptions=True)
-        if stage and stage.status is not StageStatus.FAILED:
+        self._leave_task()
+        left, self._left = self._left, []
+        if left:
+            await asyncio.gather(*left, return_exceptions=True)
+        if stage and not stage.ref.is_pushed and stage.status is not StageStatus.FAILED:
             await self._tell_agent(self.agent.discard(session=stage.session))
+        if self.board.state.stage is not stage:
+            return self.board.state.stage is None
+        if stage and stage.ref.is_pushed:
+            self.drop_push(stage.session, UpdatePhase.SUPERSEDED, why)
         self.board.change(stage=None)
+        return True
+
+    def _leave_task(self) -> None:
+        """Cancel the agent's preparation; ``give_up`` joins it."""
+        task, self._task = self._task, None
+        if task:
+            task.cancel()
+            self._left.append(task)
+
+    def _is_current(self, session: str) -> bool:
+        stage = self.board.state.stage
+        return stage is not None and (stage.session, stage.status) == (session, StageStatus.RUNNING)
 
     async def forget(self) -> None:
         """Nobody wants what was prepared any more."""
@@ -161,8 +219,11 @@ class Staging:
             )
         await self.give_up()
 
-    async def keep(self, session: str) -> None:
-        """The session's version is committed: its bytes are worth keeping."""
+    async def keep(self, stage: Stage) -> None:
+        """The stage's version is committed: what the agent has of it is worth keeping."""
+        if stage.ref.is_pushed:
+            return
+        session = stage.session
         await self._tell_agent(self.agent.committed(session=session))
 
     async def _tell_agent(self, call: Awaitable[None]) -> None:

@@ -1,6 +1,6 @@
 """What a pod knows of itself: frozen values that the plan reads and the supervisor replaces."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rollout_pod.protocol import (
@@ -31,10 +31,23 @@ class EngineStatus(StrEnum):
 class StageStatus(StrEnum):
     """How far the preparation of a version came. Serving goes on meanwhile."""
 
+    AWAITING = "awaiting"
+    """A trainer has to offer it."""
     RUNNING = "running"
     READY = "ready"
     """The bytes are at hand and every rank accepted the manifest."""
     FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What is known of one rank, and how its last load went."""
+
+    rank: int
+    """Global."""
+    host: str = ""
+    path: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,7 @@ class Stage:
 
     ref: WeightsRef
     session: str
+    """Empty while it is awaited."""
     status: StageStatus
     retry_at: float = 0.0
     """On the supervisor's clock, in seconds; of a failed stage."""
@@ -92,8 +106,8 @@ class PodState:
     update: UpdateState | None = None
     last_error: str | None = None
     info: EngineInfo | None = None
-    ranks: tuple[tuple[int, str], ...] = field(default=())
-    """(global rank, host), ordered by rank."""
+    ranks: tuple[Rank, ...] = ()
+    """Ordered by rank."""
 
     @property
     def asleep(self) -> frozenset[SleepTag]:

@@ -25,6 +25,7 @@ from rollout_pod.supervisor.caches import CacheClearing
 from rollout_pod.supervisor.heartbeat import PERIOD_S, Heartbeat
 from rollout_pod.supervisor.plan import next_step
 from rollout_pod.supervisor.ports import WeightsAgent
+from rollout_pod.supervisor.pushing import Pushing
 from rollout_pod.supervisor.sleeping import Sleeping
 from rollout_pod.supervisor.staging import Staging
 from rollout_pod.supervisor.state import EngineStatus, is_ready, phase_of
@@ -76,6 +77,7 @@ class Supervisor:
         )  # fmt: skip
         self._sleeping = Sleeping(self.board, self.engine, self.gate)
         self._caches = CacheClearing(self.board, self.engine)
+        self.pushes = Pushing(self.board, self.engine, self._staging)
         self.metrics.watch(
             gate_open=lambda: self.gate.is_open,
             gate_changed=lambda: self.gate.changed_at,
@@ -230,6 +232,8 @@ class Supervisor:
                 await self._load()
             case plan.Prefetch(ref):
                 await self._staging.prefetch(ref)
+            case plan.AwaitPush(ref):
+                await self._staging.await_push(ref)
             case plan.CloseGate(reason):
                 acts.close_gate(reason)
             case plan.Cancel(mode):

@@ -39,6 +39,10 @@ class Incoming:
     work: "queue.SimpleQueue[Work]" = field(default_factory=queue.SimpleQueue)
     acked: int = 0
     finishing: bool = False
+    transport: str = ""
+    """Agreed in hello."""
+    mode: str = ""
+    """How the first bytes came; empty before."""
 
     def accept(self, manifest: Manifest) -> None:
         """The manifest fits: buckets may come."""
@@ -65,6 +69,7 @@ class Incoming:
         if message.base % ALIGN:
             raise BucketError(f"bucket {message.seq}: base {message.base} is not {ALIGN}-aligned")
         self.account.take(message.seq, message.length, message.pieces())
+        self.mode = "bucketed"
         self.work.put(message)
 
     def direct(self, message: Direct) -> None:
@@ -84,6 +89,7 @@ class Incoming:
                 f"direct: {len(message.places)} places for {len(self.manifest.tensors)} tensors"
             )
         self.account.take_whole(message.first, message.count)
+        self.mode = "direct"
         self.work.put(message)
 
     def finish(self, message: Finish) -> None:

@@ -101,6 +101,7 @@ class Receiver:
         started = time.monotonic()
         tensors = nbytes = 0
         touched, path, note = False, "", ""
+        transport = mode = ""
         steps: dict[str, float] = {}
         claimed, error = self._talker.claim(session, version)
         if claimed is not None:
@@ -127,6 +128,8 @@ class Receiver:
                     self._memories.end_load()
             touched = run.touched and not aside
             path, note = "reference", ""
+            mode = incoming.mode
+            transport = incoming.transport if mode else ""
             if isinstance(loader, ReplayingLoader):
                 path, note = loader.summary()
             error = self._talker.settle(incoming, error)
@@ -143,6 +146,8 @@ class Receiver:
             path=path,
             note=note[:ERROR_CHARS],
             steps=tuple(steps.items()),
+            transport=transport,
+            mode=mode,
         )
         if claimed is not None:
             self._talker.post(claimed[0].peer, wire.Report.of(session, report), HAND_OVER_S)

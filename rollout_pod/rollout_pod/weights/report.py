@@ -12,7 +12,8 @@ class LoadReport:
     ``rank`` is global (data-parallel index x world + rank); ``tensors`` and ``bytes`` are what the
     loader took, ``seconds`` run from the call of ``Receiver.load``; ``error`` is empty if ``ok``.
     ``touched`` is False only if not a byte of the model was changed. ``path`` says how the model
-    was loaded (``loader.Path``), ``note`` why not faster, ``steps`` what took how many seconds.
+    was loaded (``loader.Path``), ``note`` why not faster, ``steps`` what took how many seconds;
+    ``transport`` and ``mode`` how the bytes came, empty where none did.
     """
 
     rank: int
@@ -27,6 +28,8 @@ class LoadReport:
     path: str = ""
     note: str = ""
     steps: tuple[tuple[str, float], ...] = ()
+    transport: str = ""
+    mode: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Only numbers, strings and booleans: fit for msgpack and JSON."""

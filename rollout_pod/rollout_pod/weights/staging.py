@@ -124,6 +124,10 @@ class Job:
                 await self._fill(source, checkpoint, plan, slot)
                 slot.ready = True
         self.read_bytes = manifest.nbytes
+        # a rank with a GPU pins what it maps, now and not while the gate is closed
+        segments = [slot.segment.name for slot in self.slots.all if slot.ready]
+        left = started + request.timeout - time.monotonic()
+        await asyncio.to_thread(session.map, left, segments=segments)
         await asyncio.to_thread(session.check)
         return StagedResult(manifest.nbytes, len(manifest.tensors), time.monotonic() - started)
 

@@ -278,7 +278,7 @@ class Talker:
                 if self._current is not current or (current and current.phase == "loading"):
                     text = "a load has begun; try again when it has ended"
                     return wire.Refused(session=hello.session, code="busy", message=text)
-                self._current = Incoming(hello.session, peer)
+                self._current = Incoming(hello.session, peer, transport=hello.transport)
         return answer
 
     def _offer(self, peer: bytes, offer: wire.Offer) -> wire.Message:

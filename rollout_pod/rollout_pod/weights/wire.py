@@ -263,6 +263,8 @@ class Report(Message):
     path: Literal["", "reference", "recorded", "mixed", "replayed", "staged", "switched"]
     note: Text
     steps: tuple[tuple[Name, Seconds], ...]
+    transport: Literal["", "shared_memory", "cuda_ipc"] = ""
+    mode: Literal["", "bucketed", "direct"] = ""
 
     @classmethod
     def of(cls, session: str, report: LoadReport) -> Self:
