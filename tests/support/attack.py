@@ -28,11 +28,14 @@ AGENT_FAULTS = (
 )  # fmt: skip
 
 
-def ref(version: str, *, path: str | None = None, step: int | None = None) -> WeightsRef | None:
-    """The version at its place; None for base."""
+def ref(
+    version: str, *, path: str | None = None, step: int | None = None, pushed: bool = False
+) -> WeightsRef | None:
+    """The version at its place, or a trainer's; None for base."""
     if version == BASE_VERSION:
         return None
-    source = WeightsSource(path=path or f"/w/{version}")
+    where = {"push": {}} if pushed else {"path": path or f"/w/{version}"}
+    source = WeightsSource.model_validate(where)
     return WeightsRef(version=version, step=step, source=source)
 
 
@@ -43,10 +46,13 @@ class PutDocument:
     version: str = BASE_VERSION
     step: int | None = None
     path: str | None = None
+    pushed: bool = False
+    """A trainer has to bring it."""
     paused: bool = False
     mode: str = "abort"
     timeout_s: float = 60.0
     fallback: str = BASE_VERSION
+    fallback_pushed: bool = False
     max_attempts: int = 3
     newer_by: int = 1
     """0: the same generation with other content."""
@@ -60,8 +66,8 @@ class PutDocument:
                 "owner": OWNER,
                 "generation": generation,
                 "paused": self.paused,
-                "weights": ref(self.version, step=self.step, path=self.path),
-                "fallback": ref(self.fallback),
+                "weights": ref(self.version, step=self.step, path=self.path, pushed=self.pushed),
+                "fallback": ref(self.fallback, pushed=self.fallback_pushed),
                 "interruption": {"mode": self.mode, "timeout_s": self.timeout_s},
                 "max_attempts": self.max_attempts,
                 "update_timeout_s": 30.0,
@@ -152,6 +158,25 @@ class AgentFault:
 
 
 @dataclass(frozen=True)
+class OfferPush:
+    """A trainer offers what the pod needs, or ``version``; ``fate`` comes ``after_s``."""
+
+    version: str | None = None
+    fate: str = "ok"
+    after_s: float = 0.0
+    old_boot: bool = False
+    """Its session was begun with the container before this one."""
+
+
+@dataclass(frozen=True)
+class OfferAgain:
+    """The newest offer comes once more."""
+
+    changed: bool = False
+    """With other contents."""
+
+
+@dataclass(frozen=True)
 class Drain:
     """SIGTERM."""
 
@@ -174,8 +199,13 @@ class Let:
 Operation = (
     PutDocument | DuplicateDocument | StaleDocument | OtherOwner | StalePrecondition
     | StartRequest | StartOpenAI | DuplicateRequest | Disconnect | CancelOne
-    | EngineFault | AgentFault | Drain | Restart | Let
+    | EngineFault | AgentFault | OfferPush | OfferAgain | Drain | Restart | Let
 )  # fmt: skip
+
+FATES = ("ok", "ok", "ok", "untouched", "midway", "gives up", "vanishes")
+"""Of a trainer: what it sends arrives; it dies before or after the first byte; it ends its session;
+nothing is ever heard of it again.
+"""
 
 SLEEPS = (
     {"level": 1}, {"level": 2}, {"level": 1, "tags": ["kv_cache"]}, {"level": 2, "tags": ["weights"]},
@@ -187,6 +217,8 @@ documents = st.builds(
     version=st.sampled_from(VERSIONS),
     step=st.sampled_from([None, None, None, 1, 2]),
     path=st.sampled_from([None, None, None, "/moved"]),
+    pushed=st.sampled_from([False, False, True]),
+    fallback_pushed=st.sampled_from([False, False, True]),
     paused=st.booleans(),
     mode=st.sampled_from(["abort", "keep", "drain"]),
     timeout_s=st.sampled_from([60.0, 0.3]),
@@ -220,6 +252,14 @@ ends = st.one_of(
 load_faults = st.builds(EngineFault, st.sampled_from(LOAD_FAULTS), st.sampled_from([1, 1, 2, 25]))
 deadly_faults = st.builds(EngineFault, st.sampled_from(DEADLY_FAULTS), st.sampled_from([1, 1, 2]))
 agent_faults = st.builds(AgentFault, st.sampled_from(AGENT_FAULTS), st.sampled_from([1, 1, 2, 5]))
+offers = st.builds(
+    OfferPush,
+    version=st.sampled_from([None, None, None, None, *VERSIONS]),
+    fate=st.sampled_from(FATES),
+    after_s=st.sampled_from([0.0, 0.0, 0.02, 0.5, 10.0]),
+    old_boot=st.sampled_from([False, False, False, False, True]),
+)
+pushes = st.one_of(offers, offers, offers, st.builds(OfferAgain, st.booleans()))
 deaths = st.one_of(st.just(Drain()), st.builds(Restart, st.booleans()))
 any_requests = st.one_of(requests, requests, openai_requests)
 update_faults = st.one_of(load_faults, agent_faults)

@@ -5,7 +5,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Coroutine
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,15 @@ from rollout_pod.front_ends.shared_gate import SharedGate
 from rollout_pod.gate import Draining, DuplicateRequest, Gate, NotReady
 from rollout_pod.generation import Generation
 from rollout_pod.openai_call import GatedCall
-from rollout_pod.protocol import DesiredDocument, GenerateRequest, StateDocument
+from rollout_pod.protocol import (
+    DesiredDocument,
+    GenerateRequest,
+    PushOffer,
+    StateDocument,
+    UpdatePhase,
+)
+from rollout_pod.protocol.push import OVER
+from rollout_pod.supervisor.pushing import NoRanks, PushRefused, UnknownSession
 from rollout_pod.supervisor.store import Store
 from rollout_pod.supervisor.supervisor import Fenced, PodFailed, PreconditionFailed, Supervisor
 from tests.support.attack import (
@@ -29,6 +37,8 @@ from tests.support.attack import (
     DuplicateDocument,
     EngineFault,
     Let,
+    OfferAgain,
+    OfferPush,
     Operation,
     OtherOwner,
     PutDocument,
@@ -89,6 +99,7 @@ class AttackedPod:
         self.agent = AttackedAgent()
         self.oracle = Oracle(self.loop)
         self.callers: list[Caller] = []
+        self.offered: PushOffer | None = None
         self._folder = self._root / "0"
         self.boots = 0
         self.boot = self._run(self._start())
@@ -152,6 +163,10 @@ class AttackedPod:
                 self.agent.staged.clear()
             case AgentFault(kind, times):
                 self.agent.armed[kind] += times
+            case OfferPush() as offer:
+                self._offer(offer)
+            case OfferAgain(changed):
+                self._offer_again(changed=changed)
             case Drain():
                 self.oracle.draining = True
                 self.boot.supervisor.begin_drain()
@@ -178,6 +193,8 @@ class AttackedPod:
         end = self.loop.now + SETTLE_S
         while not self._is_settled(put):
             assert self.loop.now < end, f"not settled on {put}: {self.state}"
+            if self.state.needs:  # a trainer that looks for it
+                self.apply(OfferPush())
             self.apply(Let(seconds=0.5))
         self.apply(Let(seconds=15))
         assert self._is_settled(put), f"it did not stay so: {self.state}"
@@ -342,6 +359,63 @@ class AttackedPod:
                 caller.deleted = answer
 
         self.oracle.own(self.loop.create_task(delete(), name=f"delete {caller.request_id}"))
+
+    # -- a trainer
+
+    def _offer(self, operation: OfferPush) -> None:
+        state = self.state
+        version = operation.version or state.needs or state.desired_version or "base"
+        self.offered = PushOffer(
+            session=f"push-{next(self._ids)}",
+            boot_id="before" if operation.old_boot else state.boot_id,
+            version=version, bytes=1, tensors=1, transport="shared_memory", mode="bucketed",
+        )  # fmt: skip
+        self._take(self.offered, operation)
+
+    def _take(self, offer: PushOffer, operation: OfferPush) -> None:
+        """It is taken if, and only if, it is what the pod needs."""
+        state = self.state
+        is_taken = self._is_taken(offer)
+        may = state.needs == offer.version and offer.boot_id == state.boot_id
+        assert is_taken == may or self.boot.supervisor.board.state.transferring, state
+        if is_taken:
+            work = self._trainer(self.boot, offer.session, operation)
+            self.oracle.own(self.loop.create_task(work, name=offer.session))
+
+    def _is_taken(self, offer: PushOffer) -> bool:
+        before = self.state
+        try:
+            self.boot.supervisor.pushes.offer(offer)
+        except (PushRefused, NoRanks):
+            assert self.state.revision == before.revision, "a refused offer changed something"
+            return False
+        return True
+
+    async def _trainer(self, boot: Boot, session: str, operation: OfferPush) -> None:
+        await asyncio.sleep(operation.after_s)
+        fate = operation.fate
+        if fate == "vanishes":
+            return
+        if fate == "gives up":
+            with suppress(UnknownSession):
+                boot.supervisor.pushes.give_up(session, "told to")
+            fate = "untouched"
+        self.agent.push(session, fate)
+
+    def _offer_again(self, *, changed: bool) -> None:
+        """Whatever comes of it, nothing is begun that was not before."""
+        if self.offered is None:
+            return
+        known = self.boot.supervisor.board.session(self.offered.session)
+        if known is None:
+            self._take(self.offered, OfferPush())
+            return
+        offer = self.offered.model_copy(update={"bytes": 2}) if changed else self.offered
+        before = self.state
+        is_taken = self._is_taken(offer)
+        assert self.state.revision == before.revision, "an offer was taken twice"
+        over = known.phase in OVER and known.phase is not UpdatePhase.COMMITTED
+        assert is_taken == (not changed and not over)
 
     # -- the container
 

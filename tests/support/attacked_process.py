@@ -142,7 +142,7 @@ class AttackedProcess:
         # asleep at level 2 it has no version, and its callers get errors by rule
         more = {"sleep": put.more["sleep"] | {"level": 1}} if "sleep" in put.more else {}
         path = path or str(self._versions / put.version)
-        put = replace(put, path=path, fallback="base", more=more)
+        put = replace(put, path=path, pushed=False, fallback="base", more=more)
         document = put.document(self._document["generation"] + 1).model_dump(mode="json")
         self._was_keep = self._document["interruption"]["mode"] == "keep"
         self._document = document | {"owner": LOCAL_OWNER, "bucket_bytes": 65536}

@@ -61,6 +61,21 @@ class Machine(RuleBasedStateMachine):
     def fault(self, operation, let):
         self.do(operation, let)
 
+    @rule(operation=attack.pushes, let=attack.lets)
+    def push(self, operation, let):
+        self.do(operation, let)
+
+    @rule(
+        operation=attack.documents, first=attack.moments, offer=attack.offers, let=attack.moments,
+        then=st.one_of(attack.pushes, attack.documents, attack.deaths, attack.load_faults),
+        last=attack.lets,
+    )  # fmt: skip
+    def pushed_document(self, operation, first, offer, let, then, last):
+        """Chance alone seldom meets what is needed."""
+        self.do(replace(operation, pushed=True), first)
+        self.do(offer, let)
+        self.do(then, last)
+
     @rule(
         operation=attack.documents, callers=st.lists(attack.any_requests, min_size=1, max_size=4),
         moment=attack.moments, then=st.one_of(attack.documents, attack.ends, attack.deaths), let=attack.lets,
@@ -84,6 +99,7 @@ class Machine(RuleBasedStateMachine):
                 attack.PutDocument("step-1", path="/final/1", paused=True), last=unreachable
             )
             self.pod.settle(attack.PutDocument("base"))
+            self.pod.settle(attack.PutDocument("step-3", pushed=True))
             self.pod.settle(attack.PutDocument("step-2", path="/final/2"))
         except BaseException:
             self.pod.abandon()

@@ -183,7 +183,7 @@ class Staging:
             await self._tell_agent(self.agent.discard(session=stage.session))
         if self.board.state.stage is not stage:
             return self.board.state.stage is None
-        if stage and stage.ref.is_pushed:
+        if stage and stage.ref.is_pushed and stage.session:
             self.drop_push(stage.session, UpdatePhase.SUPERSEDED, why)
         self.board.change(stage=None)
         return True

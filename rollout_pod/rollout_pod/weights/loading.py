@@ -80,25 +80,22 @@ class Loading:
         if isinstance(loader, ReplayingLoader):
             names = loader.prepare(self.manifest)
         self.steps["prepare"] = time.monotonic() - started
-        if not self.manifest.within(names):
-            self.touched = True
-        self._timed("begin", loader.begin)
         assembler = Assembler(self.manifest, self.memories, names)
         verifier = Verifier(self.manifest) if self.manifest.hashes else None
         given: set[str] = set()
         whole = False
-        step = "first"
-        while True:
-            work = self._next(step, len(given))
-            step = "wait"
-            if isinstance(work, wire.Finish):
-                break
+        work = self._next("first", 0)  # a sender that dies before it costs nothing
+        if not self.manifest.within(names):
+            self.touched = True
+        self._timed("begin", loader.begin)
+        while not isinstance(work, wire.Finish):
             self.touched = True
             done = self._load(assembler, work, verifier)
             if done is self.manifest.names:
                 whole = True
             else:
                 given.update(done)
+            work = self._next("wait", len(given))
         wanted = self.manifest.names
         if not whole and given != wanted:
             raise LoadError(f"{len(given)} tensors were loaded, the manifest has {len(wanted)}")

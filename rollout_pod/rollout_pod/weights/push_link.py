@@ -1,11 +1,14 @@
 """A trainer's line to the pod: HTTP over the unix socket in the run folder."""
 
+import http.client
+import socket
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import urlencode
 
-import httpx
 from pydantic import BaseModel, ValidationError
 
 from rollout_pod.protocol import (
@@ -34,6 +37,25 @@ class Refusal(Exception):
         self.problem = problem
 
 
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket; for one request."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("pod", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Called by the first request."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(self.timeout)
+            sock.connect(str(self._path))
+        except BaseException:
+            sock.close()
+            raise
+        self.sock = sock
+
+
 class PushLink:
     """One pod's socket. Calls may come from several threads. All raise ``PodGone`` where nobody
     answers, and ``Refusal`` where the pod says no.
@@ -41,13 +63,6 @@ class PushLink:
 
     def __init__(self, run_dir: Path) -> None:
         self.socket = run_dir / PUSH_SOCKET
-        self._http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self.socket)), base_url="http://pod"
-        )
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._http.close()
 
     def target(self) -> PushTarget:
         """Where the ranks are, and what they wait for."""
@@ -58,41 +73,55 @@ class PushLink:
         query: dict[str, Any] = {"timeout": min(hold_s, PUSH_POLL_MAX_S)}
         if after is not None:
             query["after"] = after
-        return self._ask(StateDocument, "GET", "/v1/push/state", hold_s=hold_s, params=query)
+        return self._ask(StateDocument, "GET", "/v1/push/state", hold_s=hold_s, query=query)
 
     def offer(self, offer: PushOffer) -> PushStatus:
         """Every rank has accepted it: the pod may switch."""
-        return self._ask(PushStatus, "POST", "/v1/push/sessions", json=offer.model_dump())
+        return self._ask(PushStatus, "POST", "/v1/push/sessions", body=offer)
 
     def session(self, session: str, *, hold_s: float = 0.0) -> PushStatus:
         """How far it came; held until it is over or ``hold_s`` have passed."""
         query = {"timeout": min(hold_s, PUSH_POLL_MAX_S)}
         where = f"/v1/push/sessions/{session}"
-        return self._ask(PushStatus, "GET", where, hold_s=hold_s, params=query)
+        return self._ask(PushStatus, "GET", where, hold_s=hold_s, query=query)
 
     def give_up(self, session: str, reason: str) -> PushStatus:
         """The sender ends it."""
-        body = PushGiveUp(reason=reason[:4000]).model_dump()
-        return self._ask(PushStatus, "DELETE", f"/v1/push/sessions/{session}", json=body)
+        body = PushGiveUp(reason=reason[:4000])
+        return self._ask(PushStatus, "DELETE", f"/v1/push/sessions/{session}", body=body)
 
     def _ask(
-        self, kind: type[T], method: str, where: str, *, hold_s: float = 0.0, **given: Any
+        self,
+        kind: type[T],
+        method: str,
+        where: str,
+        *,
+        hold_s: float = 0.0,
+        query: Mapping[str, Any] | None = None,
+        body: BaseModel | None = None,
     ) -> T:
-        timeout = httpx.Timeout(ANSWER_S, read=ANSWER_S + hold_s)
+        target = f"{where}?{urlencode(query)}" if query else where
+        sent = body.model_dump_json() if body else None
+        headers = {"Content-Type": "application/json"} if body else {}
+        connection = _UnixConnection(self.socket, ANSWER_S + hold_s)
         try:
-            answer = self._http.request(method, where, timeout=timeout, **given)
-        except httpx.HTTPError as error:
+            connection.request(method, target, body=sent, headers=headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        except (OSError, http.client.HTTPException) as error:
             raise PodGone(
                 f"no answer on {self.socket} ({type(error).__name__}: {error}): is the pod's "
                 "container up, and is this its run folder?"
             ) from error
+        finally:
+            connection.close()
         try:
-            if answer.is_success:
-                return kind.model_validate_json(answer.content)
-            raise Refusal(Problem.model_validate_json(answer.content))
+            if answer.status < 400:
+                return kind.model_validate_json(content)
+            raise Refusal(Problem.model_validate_json(content))
         except ValidationError as error:
             raise PushError(
-                f"{method} {where}: HTTP {answer.status_code}, not an answer of this version: "
+                f"{method} {where}: HTTP {answer.status}, not an answer of this version: "
                 f"{error.errors()[0]['msg']}"
             ) from error
 

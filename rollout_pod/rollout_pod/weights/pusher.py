@@ -7,18 +7,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from rollout_pod.protocol import (
-    ProblemCode,
-    PushOffer,
-    PushTarget,
-    StateDocument,
-)
+from rollout_pod.protocol import PushOffer, PushTarget, StateDocument
 from rollout_pod.weights.device import Device, DeviceError
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.push_errors import (
@@ -30,6 +25,14 @@ from rollout_pod.weights.push_errors import (
     PushTimeout,
 )
 from rollout_pod.weights.push_link import PushLink, Refusal, Watch
+from rollout_pod.weights.push_placement import checked_ranks, checked_transport
+from rollout_pod.weights.push_verdict import (
+    PASSING,
+    NotNow,
+    after_the_offer,
+    before_the_offer,
+    never_needed,
+)
 from rollout_pod.weights.segment import RoomError
 from rollout_pod.weights.sender import ManifestError, RanksError, SessionError
 from rollout_pod.weights.trainer import Mode, SentWeights, Tensors, Transport, WeightSender
@@ -56,14 +59,6 @@ RETRY_S: Final = 0.2
 LAST_WORDS_S: Final = 5.0
 """How long the pod may take to say how a failed session ended."""
 
-_PASSING: Final = frozenset(
-    {
-        ProblemCode.PUSH_IN_PROGRESS, ProblemCode.STALE_SESSION, ProblemCode.ENGINE_NOT_UP,
-        ProblemCode.ASLEEP,
-    }
-)  # fmt: skip
-"""Refusals that end by themselves."""
-
 
 @dataclass(frozen=True)
 class Pushed:
@@ -76,10 +71,6 @@ class Pushed:
     version: str
     sent: SentWeights | None
     state: StateDocument
-
-
-class _NotNow(Exception):
-    """Nothing was begun; it may be tried again."""
 
 
 class Pusher:
@@ -186,7 +177,7 @@ class Pusher:
             PodGone: the pod ended, or is not there.
         """
         deadline = time.monotonic() + timeout_s
-        with self._one():
+        with self._alone():
             while True:
                 target, state = self._needed(version, deadline)
                 if target is None:
@@ -196,7 +187,9 @@ class Pusher:
                         target, version, tensors, manifest, deadline,
                         session or uuid.uuid4().hex, on_accepted,
                     )  # fmt: skip
-                except _NotNow as error:
+                except NotNow as error:
+                    if session is not None:  # the others of it have begun theirs
+                        raise PushRefused(f"{version}: {error}", state) from error
                     self._pause(deadline, f"{version}: not begun: {error}", state)
 
     async def push_async(
@@ -250,7 +243,7 @@ class Pusher:
             PushRefused, PushFailed, PodGone: as ``push``.
         """
         deadline = time.monotonic() + timeout_s
-        with self._one():
+        with self._alone():
             target = self.target()
             sender = self._sender_for(target)
             try:
@@ -275,7 +268,6 @@ class Pusher:
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
-        self._link.close()
 
     def __enter__(self) -> Self:
         return self
@@ -293,40 +285,30 @@ class Pusher:
 
     def _needed(self, version: str, deadline: float) -> tuple[PushTarget | None, StateDocument]:
         """The target as soon as it needs ``version``; None if that is committed already."""
-        after: str | None = None
         state: StateDocument | None = None
         gone: PodGone | None = None
+        after: str | None = None
         while True:
             self._check_cancelled(state)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise _late(version, state, gone)
+                raise never_needed(version, state, gone)
             try:
                 state = self._link.state(after=after, hold_s=min(HOLD_S, left))
-                gone = None
+                gone, after = None, f"{state.boot_id}:{state.revision}"
                 if state.weight_version == version:
                     return None, state
                 if state.needs == version:
-                    target = self._link.target()
-                    if target.needs == version:
-                        return target, state
-                    continue
+                    return self._link.target(), state
             except PodGone as error:
                 gone, after = error, None
+                self._cancelled.wait(min(RETRY_S, left))
             except Refusal as error:
-                if error.problem.code not in _PASSING:
+                if error.problem.code not in PASSING:
                     raise PushRefused(str(error), state) from error
-                after = None
+                self._cancelled.wait(min(RETRY_S, left))
             else:
-                after = f"{state.boot_id}:{state.revision}"
-                if state.rejected and state.rejected.version == version == state.desired_version:
-                    raise PushRefused(
-                        f"{version} was rejected: {state.rejected_message}; ask for another "
-                        "version, or change its step, to have it tried again",
-                        state,
-                    )
-                continue
-            self._cancelled.wait(min(RETRY_S, max(left, 0.0)))
+                _check_rejected(version, state)
 
     def _push(
         self,
@@ -347,44 +329,45 @@ class Pusher:
                 on_accepted(name)
             agreed = sender.accepted
             assert agreed is not None  # noqa: S101 - set before this is called
-            self._link.offer(
-                PushOffer(
-                    session=name,
-                    boot_id=target.boot_id,
-                    version=version,
-                    bytes=agreed.bytes,
-                    tensors=agreed.tensors,
-                    transport=agreed.transport,
-                    mode=agreed.mode,
-                    reason=agreed.reason[:4000],
-                )
-            )
+            offer = PushOffer(
+                session=name, boot_id=target.boot_id, version=version, bytes=agreed.bytes,
+                tensors=agreed.tensors, transport=agreed.transport, mode=agreed.mode,
+                reason=agreed.reason[:4000],
+            )  # fmt: skip
+            self._link.offer(offer)
             watch.start()
 
-        began = False
         try:
             sent = sender.send(
                 version, tensors, manifest=manifest, session=session,
                 timeout_s=deadline - time.monotonic(), on_accepted=accepted,
             )  # fmt: skip
+            watch.ended.wait(max(0.0, deadline - time.monotonic()) + LAST_WORDS_S)
+            if not watch.is_committed or watch.status is None:
+                raise TimeoutError(
+                    "every rank has loaded it, and the pod did not commit it in time"
+                )
         except BaseException as error:
             began = watch.ident is not None
             self._give_up(session, error)
             if began:
                 watch.join(LAST_WORDS_S)
-            raise self._judged(error, watch, version, began=began) from error
+            if not isinstance(error, Exception):
+                raise
+            if self._cancelled.is_set():
+                raise PushFailed(f"{version}: given up by its sender") from error
+            if began:
+                raise after_the_offer(error, version, watch) from error
+            raise before_the_offer(error, version, None) from error
         finally:
+            watch.on_trouble = None  # what it finds from now on is no matter of the next push
             sender.cancel.clear()
-        watch.ended.wait(max(0.0, deadline - time.monotonic()) + LAST_WORDS_S)
-        status = watch.status
-        if watch.is_committed and status is not None:
-            return Pushed(version, sent, status.state)
-        self._give_up(session, TimeoutError("the sender's deadline"))
-        raise self._judged(TimeoutError("not committed in time"), watch, version, began=True)
+        return Pushed(version, sent, watch.status.state)
 
     def _sender_for(self, target: PushTarget) -> WeightSender:
         """The one of the last push, unless the pod is another, or asks for something else."""
-        transport = self._checked_transport(target)
+        numbers = checked_ranks(target, self._ranks)
+        transport = checked_transport(target, self._transport, self._device, numbers)
         bucket_bytes = self._bucket_bytes or target.bucket_bytes
         shm_dir = self._shm_dir or Path(target.shm_dir)
         key = (target.boot_id, transport, bucket_bytes, shm_dir)
@@ -392,10 +375,6 @@ class Pusher:
             return self._sender
         if self._sender is not None:
             self._sender.close()
-        numbers = range(target.world) if self._ranks is None else self._ranks
-        wrong = [rank for rank in numbers if not 0 <= rank < len(target.sockets)]
-        if wrong:
-            raise PushRefused(f"ranks: the pod has {target.world}, none is numbered {wrong[0]}")
         self._sender = WeightSender(
             [Path(target.sockets[rank]) for rank in numbers], shm_dir=shm_dir,
             transport=transport, mode=self._mode, bucket_bytes=bucket_bytes, device=self._device,
@@ -403,63 +382,6 @@ class Pusher:
         )  # fmt: skip
         self._made_for = key
         return self._sender
-
-    def _checked_transport(self, target: PushTarget) -> Transport:
-        """What both sides ask for; refused where it cannot work."""
-        if "auto" not in (self._transport, target.transport) and (
-            self._transport != target.transport
-        ):
-            raise PushRefused(
-                f"transport: the sender names {self._transport}, the pod's document "
-                f"{target.transport}: let one of them be auto"
-            )
-        asked = target.transport if self._transport == "auto" else self._transport
-        if asked != "cuda_ipc":
-            return asked
-        if self._device is None:
-            raise PushRefused(
-                "transport cuda_ipc does not work: the tensors are on the host; give the sender "
-                "their GPU (device), or ask for transport auto"
-            )
-        mine = self._device.uuid
-        numbers = range(target.world) if self._ranks is None else self._ranks
-        other = [rank for rank in numbers if target.gpu_uuids[rank] != mine]
-        if other:
-            there = target.gpu_uuids[other[0]] or "no GPU"
-            raise PushRefused(
-                f"transport cuda_ipc does not work: the sender is on {mine}, rank {other[0]} on "
-                f"{there}; place both on one GPU, or ask for transport auto"
-            )
-        return asked
-
-    def _judged(
-        self, error: BaseException, watch: Watch, version: str, *, began: bool
-    ) -> BaseException:
-        """What the caller is told of a send that raised."""
-        state = watch.status.state if watch.status else None
-        if not isinstance(error, Exception):
-            return error
-        if self._cancelled.is_set():
-            return PushFailed(f"{version}: given up by its sender", state)
-        if watch.gone is not None:
-            return PodGone(f"{version}: {watch.gone}", state)
-        if began:
-            words = watch.status.message if watch.status and watch.status.over else ""
-            text = f"{version}: {words or error}"
-            late = isinstance(error, TimeoutError) and not words
-            return PushTimeout(text, state) if late else PushFailed(text, state)
-        if isinstance(error, Refusal):
-            code = error.problem.code
-            if code in _PASSING:
-                return _NotNow(str(error))
-            if code is ProblemCode.NOT_DESIRED:
-                return NotDesired(f"{version}: {error}", state)
-            return PushRefused(f"{version}: {error}", state)
-        if isinstance(error, RanksError) and error.retryable:
-            return _NotNow(str(error))
-        if isinstance(error, ManifestError | RanksError | RoomError | DeviceError):
-            return PushRefused(f"{version}: {error}", state)
-        return error
 
     def _give_up(self, session: str, error: BaseException) -> None:
         # it may never have known of it, or be gone: the ranks were told as well
@@ -471,44 +393,27 @@ class Pusher:
         if left <= 0:
             raise PushTimeout(why, state)
         self._cancelled.wait(min(RETRY_S, left))
-        self._check_cancelled(state)
 
     def _check_cancelled(self, state: StateDocument | None) -> None:
         if self._cancelled.is_set():
             raise PushFailed("given up by its sender", state)
 
-    def _one(self) -> "_One":
-        return _One(self._busy, self._cancelled)
-
-
-class _One:
-    """One push at a time; a cancel is of the push that is on."""
-
-    def __init__(self, lock: threading.Lock, cancelled: threading.Event) -> None:
-        self._lock = lock
-        self._cancelled = cancelled
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One push at a time; a cancel is of the push that is on."""
+        if not self._busy.acquire(blocking=False):
             raise PushRefused("this pusher is pushing already: one version after the other")
         self._cancelled.clear()
+        try:
+            yield
+        finally:
+            self._busy.release()
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
-
-def _late(version: str, state: StateDocument | None, gone: PodGone | None) -> PushError:
-    """Why ``version`` was not needed until the deadline."""
-    if gone is not None:
-        return PodGone(f"{version}: {gone}", state)
-    if state is None:
-        return PushTimeout(f"{version}: the pod said nothing in time")
-    if state.desired_version != version and state.needs != version:
-        needs = f", and needs {state.needs}" if state.needs else ""
-        return NotDesired(
-            f"the pod asks for {state.desired_version}{needs}, not for {version}: ask for it first",
+def _check_rejected(version: str, state: StateDocument) -> None:
+    if state.rejected and state.rejected.version == version == state.desired_version:
+        raise PushRefused(
+            f"{version} was rejected: {state.rejected_message}; ask for another version, or give "
+            "it another step, to have it tried again",
             state,
         )
-    update = state.update
-    what = f", its update is {update.phase}: {update.message}" if update else ""
-    return PushTimeout(f"{version}: the pod is {state.phase} and does not wait for it{what}", state)
