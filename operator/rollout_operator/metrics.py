@@ -44,3 +44,9 @@ class Metrics:
             ["action"],
             registry=self.registry,
         )
+        self.restarts = Counter(
+            "rollout_operator_replica_restarts",
+            "Ends of pods and engines that were counted in a status, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )

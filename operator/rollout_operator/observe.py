@@ -4,22 +4,38 @@ import base64
 from dataclasses import dataclass, replace
 from typing import Final
 
+import structlog
+
 from rollout_operator.api import names
 from rollout_operator.api.replica import Replica
 from rollout_operator.apply.cache import Cache, Key, reread
-from rollout_operator.apply.kube import PODS, REPLICAS, SECRETS, SERVICES, JsonObject, Kube
+from rollout_operator.apply.errors import KubeError
+from rollout_operator.apply.kube import (
+    NODES,
+    PODS,
+    REPLICAS,
+    SECRETS,
+    SERVICES,
+    JsonObject,
+    Kube,
+)
 from rollout_operator.memory import Memory
 from rollout_operator.plan import manifests
 from rollout_operator.plan.observed import (
     ChildSeen,
+    NodeState,
     Ownership,
     PodSeen,
     Report,
     Seen,
     covers,
+    node_state,
     ownership,
     pod_seen,
 )
+from rollout_operator.plan.restarts import OVERDUE_S
+
+log = structlog.get_logger(__name__)
 
 _NOTHING: Final[JsonObject] = {}
 
@@ -46,8 +62,8 @@ class Observer:
             raw = await reread(self._kube, self._caches.replicas, REPLICAS, key)
         return None if raw is None else Replica.parse(raw)
 
-    async def observe(self, replica: Replica, memory: Memory, *, fresh: bool) -> Seen:
-        """Return all that was seen of the replica's children."""
+    async def observe(self, replica: Replica, memory: Memory, *, fresh: bool, now: float) -> Seen:
+        """Return all that was seen of the replica's children (``now``: unix seconds)."""
         namespace, name = replica.namespace, replica.name
         wanted = manifests.services(replica)
         pod_key = (namespace, names.pod_name(name, 0))
@@ -73,7 +89,18 @@ class Observer:
             pod=pod,
             report=report(memory, pod),
             refusal=memory.refusal,
+            node=await self._node(pod, now),
         )
+
+    async def _node(self, pod: PodSeen | None, now: float) -> NodeState | None:
+        """Ask for the node of a pod that should be gone: is there a kubelet to end it?"""
+        if pod is None or not pod.deleting or now < pod.delete_by + OVERDUE_S or not pod.node:
+            return None
+        try:
+            return node_state(await self._kube.get(NODES, "", pod.node))
+        except KubeError as error:
+            log.warning("node not read", node=pod.node, pod=pod.name, error=str(error))
+            return NodeState.UNKNOWN
 
     async def read_secret(self, replica: Replica, memory: Memory) -> None:
         """Read the Secret with the token."""

@@ -22,6 +22,7 @@ from rollout_operator.plan.actions import Plan
 from rollout_operator.plan.diagnosis import UNREACHABLE_GRACE_S
 from rollout_operator.plan.observed import Seen
 from rollout_operator.plan.plan import PodDefaults, make_plan
+from rollout_operator.plan.restarts import newly_counted
 from rollout_operator.plan.status import render_failure, render_status
 from rollout_operator.steer import Steering
 
@@ -61,6 +62,7 @@ class Reconciler:
         self._clock = clock
         self._observer = Observer(kube, caches)
         self._executor = Executor(kube, caches.pods, metrics=metrics, clock=clock)
+        self._metrics = metrics
         self._steering = Steering(pods, self._observer, metrics=metrics)
 
     async def reconcile(
@@ -77,9 +79,10 @@ class Reconciler:
                 return None
             replica = current
             await memory.belong_to(replica.uid)
-            seen = await self._observer.observe(replica, memory, fresh=fresh)
+            now = self._clock()
+            seen = await self._observer.observe(replica, memory, fresh=fresh, now=now)
             fresh = False
-            plan = make_plan(replica, seen, self._clock(), defaults=self._defaults)
+            plan = make_plan(replica, seen, now, defaults=self._defaults)
             if plan.actions:
                 current = await self._act(replica, plan, memory)
                 continue
@@ -146,6 +149,8 @@ class Reconciler:
             REPLICAS, replica.namespace, replica.name, body, subresource="status"
         )
         self._caches.replicas.put(answer)
+        for reason, count in newly_counted(replica.status.restarts, status.restarts).items():
+            self._metrics.restarts.labels(reason=reason).inc(count)
         for kind, reason, message in transitions(replica.status, status):
             await self._executor.tell(replica, kind, reason, message)
 

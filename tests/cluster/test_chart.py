@@ -52,7 +52,9 @@ def test_installs_exactly_this(helm):
     objects = render(helm)
     assert sorted((o["kind"], o["metadata"]["name"]) for o in objects["all"]) == [
         ("ClusterRole", "ns-ro-rollout-operator-editor"),
+        ("ClusterRole", "ns-ro-rollout-operator-nodes"),
         ("ClusterRole", "ns-ro-rollout-operator-viewer"),
+        ("ClusterRoleBinding", "ns-ro-rollout-operator-nodes"),
         ("CustomResourceDefinition", "rolloutreplicas.rollout.dev"),
         ("Deployment", "ro-rollout-operator"),
         ("Role", "ro-rollout-operator"),
@@ -109,8 +111,23 @@ def test_rights_end_at_the_watched_namespaces(helm, values, namespaces):
     assert all(rights(role) == RIGHTS for role in roles)
     account = {"kind": "ServiceAccount", "name": "ro-rollout-operator", "namespace": "ns"}
     assert all(b["subjects"] == [account] for b in bindings)
-    # the aggregated roles give nothing to the operator
+    # the aggregated roles give nothing to the operator: beyond its namespaces it may look at a node
+    (beyond,) = [o for o in objects if o["kind"] == "ClusterRoleBinding"]
+    (nodes,) = [
+        o
+        for o in objects
+        if o["kind"] == "ClusterRole" and o["metadata"]["name"] == beyond["roleRef"]["name"]
+    ]
+    assert rights(nodes) == {("", "nodes"): {"get"}}
+    assert beyond["subjects"] == [account]
+
+
+def test_a_look_at_nodes_is_a_choice(helm):
+    objects = render(helm, {"rbac": {"readNodes": False}})["all"]
     assert not [o for o in objects if o["kind"] == "ClusterRoleBinding"]
+    assert "nodes" not in {
+        r for o in objects for rule in o.get("rules", ()) for r in rule["resources"]
+    }
 
 
 def test_cluster_wide_is_a_choice(helm):
@@ -282,6 +299,8 @@ def test_an_installed_operator_runs_with_these_rights_and_no_more(cluster, names
         for verb in verbs:
             assert can(verb, resource, namespace, group), (verb, resource)
             assert not can(verb, resource, "default", group), (verb, resource)
+    assert can("get", "nodes", namespace)
+    assert not can("list", "nodes", namespace)
     assert not can("list", "secrets", namespace)
     assert not can("delete", "secrets", namespace)
     assert not can("delete", "services", namespace)

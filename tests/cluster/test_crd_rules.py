@@ -67,6 +67,12 @@ def test_defaults_are_filled_in(served: Cluster):
             "maxAttempts": 3,
         },
         "drainTimeoutSeconds": 30,
+        "restartPolicy": {
+            "backoffSeconds": 10,
+            "backoffLimitSeconds": 600,
+            "resetAfterSeconds": 600,
+            "maxRestarts": 10,
+        },
         "template": {},
         "paused": False,
         "interruption": {"mode": "Abort", "timeoutSeconds": 60},
@@ -104,6 +110,8 @@ def test_a_sleep_is_of_everything_at_level_1(served: Cluster):
         {"paused": True},
         {"sleep": {}},
         {"sleep": {"level": 2, "tags": ["kv_cache", "weights"]}},
+        {"restartPolicy": {"maxRestarts": 0}},
+        {"restartPolicy": {"backoffSeconds": 0, "backoffLimitSeconds": 0}},
     ],
 )
 def test_accepted(served: Cluster, spec: dict[str, Any]):
@@ -180,6 +188,12 @@ def test_accepted(served: Cluster, spec: dict[str, Any]):
         ({"weightVersion": "a", "weightStep": -1, "weights": SOURCE}, "spec.weightStep"),
         ({"interruption": {"mode": "Hold"}}, '"Abort"'),
         ({"interruption": {"timeoutSeconds": 0}}, "spec.interruption.timeoutSeconds"),
+        ({"restartPolicy": {"maxRestarts": -1}}, "spec.restartPolicy.maxRestarts"),
+        ({"restartPolicy": {"resetAfterSeconds": 0}}, "spec.restartPolicy.resetAfterSeconds"),
+        (
+            {"restartPolicy": {"backoffSeconds": 20, "backoffLimitSeconds": 10}},
+            "backoffSeconds must not be larger than backoffLimitSeconds",
+        ),
         ({"template": []}, "spec.template"),
         ({"paused": "yes"}, "spec.paused"),
         ({"nap": {"level": 1}}, 'unknown field "spec.nap"'),
@@ -246,6 +260,18 @@ def test_every_status_field_survives(served: Cluster, namespace: str):
                 "message": "",
             }
         ],
+        "restarts": {
+            "total": 3,
+            "consecutive": 1,
+            "byReason": [{"reason": "Evicted", "count": 2}, {"reason": "OOMKilled", "count": 1}],
+            "lastAt": "2026-01-01T00:00:00Z",
+            "lastReason": "OOMKilled",
+            "message": "m",
+            "podHash": "h",
+            "podUID": "u",
+            "podEnded": True,
+            "engineExits": 1,
+        },
     }
     # an operator that may run here does not serve this namespace
     body: dict[str, Any] = {

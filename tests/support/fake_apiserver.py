@@ -23,6 +23,7 @@ KINDS = {
     "services": ("v1", "Service"),
     "secrets": ("v1", "Secret"),
     "events": ("v1", "Event"),
+    "nodes": ("v1", "Node"),
 }
 
 
@@ -91,6 +92,7 @@ class FakeApiServer:
             base = prefix + "/namespaces/{namespace}/{resource}"
             for path in (base, base + "/{name}", base + "/{name}/{subresource}"):
                 app.router.add_route("*", path, self._serve)
+        app.router.add_get("/api/v1/{resource:nodes}/{name}", self._serve)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -166,7 +168,7 @@ class FakeApiServer:
         verbs = ["get", "list", "watch", "create", "patch", "delete"]
         found = []
         for name, (api, kind) in KINDS.items():
-            if api == version:
+            if api == version and name != "nodes":
                 entry = {"kind": kind, "namespaced": True, "verbs": verbs}
                 singular = kind.lower()
                 found.append({"name": name, "singularName": singular, **entry})
@@ -264,7 +266,7 @@ class FakeApiServer:
         wanted = ((seen.body or {}).get("preconditions") or {}).get("uid")
         if wanted and wanted != raw["metadata"]["uid"]:
             raise Refused(409, "Conflict", "the uid in the precondition does not match")
-        if seen.resource == "pods":
+        if seen.resource == "pods" and (seen.body or {}).get("gracePeriodSeconds") != 0:
             return self._end_pod(seen.name)
         self.remove(seen.resource, seen.name)
         return {"kind": "Status", "status": "Success"}

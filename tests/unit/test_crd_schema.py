@@ -161,6 +161,7 @@ def test_printer_columns():
         ("Target", 0),
         ("Paused", 0),
         ("Age", 0),
+        ("Restarts", 1),
         ("Endpoint", 1),
         ("Reason", 1),
     ]

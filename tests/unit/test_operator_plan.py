@@ -75,10 +75,11 @@ def refusal(reason: Reason = Reason.INVALID_TEMPLATE, **spec: Any) -> Refusal:
         (seen(pod(deleting=True)), []),
         (seen(pod(deleting=True, hash="old")), []),
         (seen(pod(hash="old")), [DeletePod]),
-        (seen(pod(phase="Failed")), [DeletePod]),
-        (seen(pod(phase="Succeeded")), [DeletePod]),
-        (seen(pod(phase="Failed", created=NOW - 3)), []),
-        (seen(pod(), report=Report(fenced=True)), [DeletePod]),
+        # one that failed, or obeys another, goes when that stands in the status
+        (seen(pod(phase="Failed")), []),
+        (seen(pod(), report=Report(fenced=True)), []),
+        # but not one that a changed spec replaces anyway
+        (seen(pod(phase="Failed", hash="old")), [DeletePod]),
         # what is uncertain destroys nothing
         (seen(pod(ready=False), report=Report(error="gone", failing_for=1e6)), []),
         (seen(pod(), report=Report(unauthorized=True, error="401")), []),

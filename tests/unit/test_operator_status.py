@@ -61,7 +61,8 @@ SERVED = {
         {"type": "Available", "status": "True", "reason": "Serving"},
     ]
 }
-DIED = container(exit_code=137, exit_reason="OOMKilled", restarts=1)
+DIED = container(exit_code=1, exit_reason="Error", restarts=1)
+OUT_OF_MEMORY = container(exit_code=137, exit_reason="OOMKilled", restarts=1)
 
 FULL = {"level": 1}
 ONLY_KV = {"tags": ["kv_cache"]}
@@ -279,6 +280,32 @@ CASES: list[tuple[str, Replica, Seen, tuple[str, Reason, str, str]]] = [
         ("False", Reason.UNSCHEDULABLE, "False", "False"),
     ),
     (
+        "a claim that does not exist",
+        replica(),
+        seen(
+            pod(
+                ready=False,
+                ip="",
+                phase="Pending",
+                unschedulable='0/1 nodes are available: persistentvolumeclaim "ckpt" not found.',
+            )
+        ),
+        ("False", Reason.VOLUME_UNAVAILABLE, "False", "False"),
+    ),
+    (
+        "a claim that no volume serves",
+        replica(),
+        seen(
+            pod(
+                ready=False,
+                ip="",
+                phase="Pending",
+                unschedulable="pod has unbound immediate PersistentVolumeClaims.",
+            )
+        ),
+        ("False", Reason.VOLUME_UNAVAILABLE, "False", "False"),
+    ),
+    (
         "no image",
         replica(),
         seen(
@@ -314,6 +341,18 @@ CASES: list[tuple[str, Replica, Seen, tuple[str, Reason, str, str]]] = [
         replica(status=SERVED),
         seen(pod(ready=False, engine=DIED)),
         ("False", Reason.ENGINE_RESTARTING, "False", "False"),
+    ),
+    (
+        "the engine that served was killed for its memory",
+        replica(status=SERVED),
+        seen(pod(ready=False, engine=OUT_OF_MEMORY)),
+        ("False", Reason.OOM_KILLED, "False", "False"),
+    ),
+    (
+        "an engine that never fits into its memory",
+        replica(),
+        seen(pod(ready=False, engine=OUT_OF_MEMORY)),
+        ("False", Reason.OOM_KILLED, "True", "False"),
     ),
     (
         "it is up again",

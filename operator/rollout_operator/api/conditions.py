@@ -1,4 +1,4 @@
-"""Conditions and their reasons. Reasons are stable: people alert on them (docs/conditions.md)."""
+"""Conditions and their reasons. Reasons are stable: people alert on them (docs/failures.md)."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -32,11 +32,14 @@ class Reason(StrEnum):
     FOREIGN_OBJECT = "ForeignObject"
     INVALID_TEMPLATE = "InvalidTemplate"
     ENGINE_FAILED = "EngineFailed"
+    CRASH_LOOP = "CrashLoop"
     UPDATE_FAILED = "UpdateFailed"
     SLEEP_UNSUPPORTED = "SleepUnsupported"
     # tried again until somebody mends something
     POD_FORBIDDEN = "PodForbidden"
+    QUOTA_EXCEEDED = "QuotaExceeded"
     UNSCHEDULABLE = "Unschedulable"
+    VOLUME_UNAVAILABLE = "VolumeUnavailable"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     POD_CONFIG_ERROR = "PodConfigError"
     WEIGHTS_AGENT_FAILED = "WeightsAgentFailed"
@@ -51,9 +54,14 @@ class Reason(StrEnum):
     POD_STARTING = "PodStarting"
     POD_REPLACING = "PodReplacing"
     POD_FAILED = "PodFailed"
+    EVICTED = "Evicted"
+    PREEMPTED = "Preempted"
+    NODE_SHUTDOWN = "NodeShutdown"
+    NODE_LOST = "NodeLost"
     FENCED = "Fenced"
     ENGINE_STARTING = "EngineStarting"
     ENGINE_RESTARTING = "EngineRestarting"
+    OOM_KILLED = "OOMKilled"
     LOADING_WEIGHTS = "LoadingWeights"
     POISONED = "Poisoned"
     DRAINING = "Draining"

@@ -96,6 +96,15 @@ class Sleep(_Part):
     tags: Annotated[tuple[SleepTag, ...], Field(min_length=1, max_length=2)] = tuple(SleepTag)
 
 
+class RestartPolicy(_Part):
+    """When a replica that failed starts anew, and when it gives up."""
+
+    backoff_seconds: Annotated[int, Field(ge=0, le=3600)] = 10
+    backoff_limit_seconds: Annotated[int, Field(ge=0, le=86400)] = 600
+    reset_after_seconds: Annotated[int, Field(ge=1, le=86400)] = 600
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 10
+
+
 class RolloutSpec(_Part):
     """All that a person asks of a replica."""
 
@@ -111,6 +120,7 @@ class RolloutSpec(_Part):
     load_timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 3600
     weights: WeightsSpec = WeightsSpec()
     drain_timeout_seconds: Annotated[int, Field(ge=0, le=86400)] = 30
+    restart_policy: RestartPolicy = RestartPolicy()
     template: dict[str, Any] = {}
     paused: bool = False
     weight_version: Annotated[

@@ -89,6 +89,35 @@ class PodStatus(_Part):
     message: Message = ""
 
 
+class RestartCount(_Part):
+    """How often something ended the replica's pod or its engine."""
+
+    reason: Annotated[str, Field(max_length=128)]
+    count: Annotated[int, Field(ge=0)] = 0
+
+
+class Restarts(_Part):
+    """What ended the replica so far. The operator's only memory of it: it is written before a pod
+    that failed is replaced.
+    """
+
+    total: Annotated[int, Field(ge=0)] = 0
+    consecutive: Annotated[int, Field(ge=0)] = 0
+    """Failures in a row, none of which ``resetAfterSeconds`` of availability followed."""
+    by_reason: Annotated[tuple[RestartCount, ...], Field(max_length=32)] = ()
+    last_at: str | None = None
+    last_reason: Annotated[str, Field(max_length=128)] = ""
+    message: Message = ""
+    pod_hash: Annotated[str, Field(max_length=64)] = ""
+    """Of the spec that ``consecutive`` speaks of."""
+    pod_uid: Annotated[str, Field(alias="podUID", max_length=128)] = ""
+    """The pod that was counted last."""
+    pod_ended: bool = False
+    """Whether its own end was counted, which happens once."""
+    engine_exits: Annotated[int, Field(ge=0)] = 0
+    """Exits of its engine that were counted."""
+
+
 class ReplicaStatus(_Part):
     """What the operator saw."""
 
@@ -102,6 +131,7 @@ class ReplicaStatus(_Part):
     """The newest first."""
     endpoint: Annotated[str, Field(max_length=512)] = ""
     pods: Annotated[tuple[PodStatus, ...], Field(max_length=64)] = ()
+    restarts: Restarts | None = None
 
     @classmethod
     def parse(cls, raw: Any) -> Self:

@@ -7,7 +7,7 @@ from rollout_operator.api import names
 from rollout_operator.api.conditions import Condition, ConditionType, Reason, shorten
 from rollout_operator.api.replica import Replica
 from rollout_operator.api.status import ReplicaStatus
-from rollout_operator.plan.status import rfc3339
+from rollout_operator.api.times import rfc3339
 
 JsonObject = dict[str, Any]
 Kind = Literal["Normal", "Warning"]
@@ -21,10 +21,18 @@ _WARNINGS: Final = frozenset(
         Reason.INVALID_TEMPLATE,
         Reason.ENGINE_FAILED,
         Reason.ENGINE_RESTARTING,
+        Reason.OOM_KILLED,
+        Reason.CRASH_LOOP,
         Reason.UPDATE_FAILED,
         Reason.SLEEP_UNSUPPORTED,
         Reason.POD_FORBIDDEN,
+        Reason.QUOTA_EXCEEDED,
         Reason.UNSCHEDULABLE,
+        Reason.VOLUME_UNAVAILABLE,
+        Reason.EVICTED,
+        Reason.PREEMPTED,
+        Reason.NODE_SHUTDOWN,
+        Reason.NODE_LOST,
         Reason.IMAGE_PULL_FAILED,
         Reason.POD_CONFIG_ERROR,
         Reason.WEIGHTS_AGENT_FAILED,

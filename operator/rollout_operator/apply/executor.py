@@ -115,12 +115,12 @@ class Executor:
         if (
             found is None
             or found["metadata"]["uid"] != action.uid
-            or found["metadata"].get("deletionTimestamp")
+            or (found["metadata"].get("deletionTimestamp") and not action.force)
             or not await self._accepted(action, replica, memory)
         ):
             return
         try:
-            await self._kube.delete(PODS, *key, uid=action.uid)
+            await self._kube.delete(PODS, *key, uid=action.uid, force=action.force)
         except KubeError as error:
             # 404 and 409: gone, or another one by now
             if not (error.absent or error.conflict):
@@ -162,9 +162,10 @@ class Executor:
 
     def _refusal(self, wanted: str, error: KubeError) -> Refusal:
         invalid = error.invalid
+        forbidden = Reason.QUOTA_EXCEEDED if _QUOTA in error.message else Reason.POD_FORBIDDEN
         return Refusal(
             hash=wanted,
-            reason=Reason.INVALID_TEMPLATE if invalid else Reason.POD_FORBIDDEN,
+            reason=Reason.INVALID_TEMPLATE if invalid else forbidden,
             message=f"the API server refuses the pod: {error.message or error.reason}",
             retry_at=self._clock() + (INVALID_RETRY_S if invalid else FORBIDDEN_RETRY_S),
         )

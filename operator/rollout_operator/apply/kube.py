@@ -19,6 +19,8 @@ PODS: Final = "pods"
 SERVICES: Final = "services"
 SECRETS: Final = "secrets"
 EVENTS: Final = "events"
+NODES: Final = "nodes"
+"""The only kind here that no namespace holds."""
 
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=20)
 _JSON: Final = "application/json"
@@ -53,8 +55,10 @@ class Kube(Protocol):
     ) -> JsonObject:
         """Merge ``body`` into the object."""
 
-    async def delete(self, resource: str, namespace: str, name: str, *, uid: str) -> JsonObject:
-        """Delete the object if it still has that uid."""
+    async def delete(
+        self, resource: str, namespace: str, name: str, *, uid: str, force: bool = False
+    ) -> JsonObject:
+        """Delete the object if it still has that uid; ``force``: without waiting for a kubelet."""
 
 
 class KubeApi:
@@ -143,9 +147,17 @@ class KubeApi:
             content_type=_MERGE,
         )
 
-    async def delete(self, resource: str, namespace: str, name: str, *, uid: str) -> JsonObject:
+    async def delete(
+        self, resource: str, namespace: str, name: str, *, uid: str, force: bool = False
+    ) -> JsonObject:
         """See ``Kube``."""
-        body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        body: JsonObject = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid},
+        }
+        if force:
+            body["gracePeriodSeconds"] = 0
         return await self._call(
             "DELETE", _path(resource, namespace, name), kind=resource, body=body
         )
@@ -185,7 +197,8 @@ class KubeApi:
 
 def _path(resource: str, namespace: str, name: str = "", subresource: str = "") -> str:
     prefix = f"/apis/{names.API_VERSION}" if resource == REPLICAS else "/api/v1"
-    parts = (prefix, "namespaces", namespace, resource, name, subresource)
+    place = ("namespaces", namespace) if namespace else ()
+    parts = (prefix, *place, resource, name, subresource)
     return "/".join(part for part in parts if part)
 
 

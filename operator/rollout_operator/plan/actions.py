@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_operator.api.conditions import Reason
+from rollout_operator.api.status import Restarts
 from rollout_pod.protocol import DesiredDocument
 
 Manifest = Mapping[str, Any]
@@ -47,6 +48,8 @@ class DeletePod:
     uid: str
     reason: Reason
     message: str
+    force: bool = False
+    """Do not wait for its kubelet, which is lost."""
     replacement: Manifest | None = None
     """Checked first: a pod that works is not given up for one that the API server refuses."""
     replacement_hash: str = ""
@@ -73,5 +76,7 @@ class Plan:
     document: DesiredDocument | None = None
     """What the pod has to be told; None where there is none to tell."""
     verdict: Verdict | None = None
+    restarts: Restarts | None = None
+    """What ``status.restarts`` must say. Whatever an end brings about waits until it is written."""
     requeue_after: float | None = None
     """Look again after so many seconds even if nothing happens."""

@@ -8,6 +8,7 @@ from rollout_operator.api.spec import Interruption, InterruptionMode, RolloutSpe
 from rollout_operator.plan.actions import Verdict
 from rollout_operator.plan.document import wanted_version
 from rollout_operator.plan.observed import ContainerSeen, PodSeen, Report, Seen
+from rollout_operator.plan.restarts import death, out_of_memory
 from rollout_operator.plan.sleep import asleep, not_asleep, weights_asleep
 from rollout_pod.protocol import PodPhase, StateDocument, UpdatePhase
 
@@ -17,6 +18,11 @@ _IMAGE_REASONS: Final = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
 )
 _CONFIG_REASONS: Final = frozenset({"CreateContainerConfigError", "CreateContainerError"})
+_VOLUME_WORDS: Final = ("persistentvolumeclaim", "volume node affinity", "persistent volume")
+"""Of the scheduler, where a volume keeps the pod from every node."""
+_ENGINE_TROUBLE: Final = frozenset(
+    {Reason.ENGINE_FAILED, Reason.ENGINE_RESTARTING, Reason.OOM_KILLED}
+)
 _CRASH_LOOP: Final = "CrashLoopBackOff"
 READY_REASONS: Final = frozenset({Reason.SERVING, Reason.PAUSED, Reason.SLEEPING})
 
@@ -79,17 +85,22 @@ def _still(replica: Replica, verdict: Verdict) -> Verdict:
         verdict.reason is Reason.ENGINE_STARTING
         and before is not None
         and before.observed_generation == replica.generation
-        and before.reason in (Reason.ENGINE_FAILED, Reason.ENGINE_RESTARTING)
+        and before.reason in _ENGINE_TROUBLE
     ):
-        reason = Reason(before.reason)
-        stalled = reason is Reason.ENGINE_FAILED
-        return Verdict(reason=reason, message=before.message, stalled=stalled)
+        stalled = replica.status.condition(ConditionType.STALLED)
+        return Verdict(
+            reason=Reason(before.reason),
+            message=before.message,
+            stalled=stalled is not None and stalled.status == "True",
+        )
     return verdict
 
 
 def _containers(replica: Replica, pod: PodSeen, state: StateDocument | None) -> Verdict | None:
     if pod.unschedulable:
-        return Verdict(reason=Reason.UNSCHEDULABLE, message=f"pod {pod.name}: {pod.unschedulable}")
+        volume = any(word in pod.unschedulable.lower() for word in _VOLUME_WORDS)
+        reason = Reason.VOLUME_UNAVAILABLE if volume else Reason.UNSCHEDULABLE
+        return Verdict(reason=reason, message=f"pod {pod.name}: {pod.unschedulable}")
     for container in filter(None, (pod.weights, pod.engine)):
         # kubelet alternates between an error and its back-off: their common part is the news
         text = f"pod {pod.name}: {container.waiting_message.rpartition('ErrImagePull: ')[2]}"
@@ -101,7 +112,7 @@ def _containers(replica: Replica, pod: PodSeen, state: StateDocument | None) -> 
     if agent and not agent.running and (agent.waiting == _CRASH_LOOP or agent.exit_code):
         return Verdict(
             reason=Reason.WEIGHTS_AGENT_FAILED,
-            message=f"the container weights of pod {pod.name} ended: {_death(agent)}",
+            message=f"the container weights of pod {pod.name} ended: {death(agent)}",
         )
     if pod.engine is not None:
         return _engine_trouble(replica, pod, pod.engine, state)
@@ -116,15 +127,24 @@ def _engine_trouble(
     up = state is not None and state.phase not in (PodPhase.LOADING, PodPhase.FAILED)
     if up or not (failed or died):
         return None
-    text = (state.last_error if failed and state else None) or _death(engine)
+    text = (state.last_error if failed and state else None) or death(engine)
     before = replica.status.condition(ConditionType.READY)
     was = before.reason if before is not None else ""
+    trouble = replica.status.condition(ConditionType.STALLED)
+    stuck = was in _ENGINE_TROUBLE and trouble is not None and trouble.status == "True"
     available = replica.status.condition(ConditionType.AVAILABLE)
-    at_start = (available is None or available.status != "True") and (
-        was != Reason.ENGINE_RESTARTING
-    )
+    at_start = (available is None or available.status != "True") and was not in _ENGINE_TROUBLE
     # an engine that served is given its restart; one that never came up needs a person
-    if at_start or engine.waiting == _CRASH_LOOP or was == Reason.ENGINE_FAILED:
+    stalled = at_start or stuck or engine.waiting == _CRASH_LOOP
+    oom = not failed and out_of_memory(engine)
+    if oom:
+        message = (
+            f"the engine of pod {pod.name} was killed, since it reached its memory limit: {text}; "
+            "it is started again. Raise resources.limits.memory of the container engine in "
+            "spec.template, or make the engine smaller by spec.engineArgs"
+        )
+        return Verdict(reason=Reason.OOM_KILLED, message=message, stalled=stalled)
+    if stalled:
         return Verdict(
             reason=Reason.ENGINE_FAILED,
             message=f"the engine of pod {pod.name} does not start: {text}; it is started again "
@@ -135,13 +155,6 @@ def _engine_trouble(
         reason=Reason.ENGINE_RESTARTING,
         message=f"the engine of pod {pod.name} ended and is started again: {text}",
     )
-
-
-def _death(container: ContainerSeen) -> str:
-    if container.exit_message:
-        return container.exit_message
-    reason = container.exit_reason or "Error"
-    return f"{reason}, exit code {container.exit_code}; see its log"
 
 
 def _silent(pod: PodSeen, report: Report | None) -> Verdict:

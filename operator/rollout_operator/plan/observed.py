@@ -2,15 +2,30 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from enum import Enum, auto
 from typing import Any
 
 from rollout_operator.api import names
 from rollout_operator.api.conditions import Reason
+from rollout_operator.api.times import unix
 from rollout_pod.protocol import StateDocument
 
 Raw = Mapping[str, Any]
+
+
+class NodeState(Enum):
+    """What the API server says of a node."""
+
+    READY = auto()
+    NOT_READY = auto()
+    ABSENT = auto()
+    UNKNOWN = auto()
+    """We may not ask, or got no answer."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether its kubelet will not tell of a pod's end."""
+        return self in (NodeState.NOT_READY, NodeState.ABSENT)
 
 
 class Ownership(Enum):
@@ -63,6 +78,13 @@ class PodSeen:
     unschedulable: str
     failure: str
     """Why the pod itself failed (an eviction); empty else."""
+    reason: str
+    """The first word of ``failure``: ``Evicted`` for one."""
+    disruption: str
+    """Who ended or ends it from outside: the reason of its condition DisruptionTarget."""
+    disruption_message: str
+    delete_by: float
+    """Unix seconds by which it must be gone, since it was asked to stop; 0 where nobody asked."""
     engine: ContainerSeen | None
     weights: ContainerSeen | None
 
@@ -115,6 +137,8 @@ class Seen:
     pod: PodSeen | None = None
     report: Report | None = None
     refusal: Refusal | None = None
+    node: NodeState | None = None
+    """Of a pod whose end is overdue; None else: nodes are not watched."""
 
 
 def ownership(raw: Raw, *, name: str, uid: str) -> Ownership:
@@ -134,12 +158,14 @@ def pod_seen(raw: Raw, *, name: str, uid: str) -> PodSeen:
     meta, status = raw["metadata"], raw.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
     scheduled = conditions.get("PodScheduled") or {}
+    disruption = conditions.get("DisruptionTarget") or {}
+    disrupted = disruption.get("status") == "True"
     return PodSeen(
         name=meta["name"],
         uid=meta["uid"],
         owner=ownership(raw, name=name, uid=uid),
         hash=(meta.get("annotations") or {}).get(names.HASH_ANNOTATION, ""),
-        created=_unix(meta.get("creationTimestamp")),
+        created=unix(meta.get("creationTimestamp")),
         phase=status.get("phase", "Pending"),
         ready=(conditions.get("Ready") or {}).get("status") == "True",
         deleting=bool(meta.get("deletionTimestamp")),
@@ -151,9 +177,21 @@ def pod_seen(raw: Raw, *, name: str, uid: str) -> PodSeen:
             else ""
         ),
         failure=": ".join(filter(None, (status.get("reason"), status.get("message")))),
+        reason=status.get("reason") or "",
+        disruption=disruption.get("reason") or "" if disrupted else "",
+        disruption_message=disruption.get("message") or "" if disrupted else "",
+        delete_by=unix(meta.get("deletionTimestamp")),
         engine=_container(status.get("containerStatuses"), names.ENGINE),
         weights=_container(status.get("initContainerStatuses"), names.WEIGHTS),
     )
+
+
+def node_state(raw: Raw | None) -> NodeState:
+    """Boil a raw node down; None: there is none of that name."""
+    if raw is None:
+        return NodeState.ABSENT
+    conditions = {c["type"]: c["status"] for c in (raw.get("status") or {}).get("conditions") or ()}
+    return NodeState.READY if conditions.get("Ready") == "True" else NodeState.NOT_READY
 
 
 def covers(actual: Any, wanted: Any) -> bool:
@@ -192,7 +230,3 @@ def _container(statuses: Sequence[Raw] | None, name: str) -> ContainerSeen | Non
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-def _unix(timestamp: str | None) -> float:
-    return datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0

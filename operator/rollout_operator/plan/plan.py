@@ -1,12 +1,14 @@
 """The operator's one decision: what follows from what was seen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rollout_operator.api.conditions import Reason
 from rollout_operator.api.replica import Replica
 from rollout_operator.api.spec import RolloutSpec
-from rollout_operator.plan import manifests
+from rollout_operator.api.status import Restarts
+from rollout_operator.api.times import rfc3339
+from rollout_operator.plan import manifests, restarts
 from rollout_operator.plan.actions import (
     Action,
     ApplyService,
@@ -19,6 +21,7 @@ from rollout_operator.plan.actions import (
 )
 from rollout_operator.plan.document import render_document
 from rollout_operator.plan.observed import Ownership, PodSeen, Seen
+from rollout_operator.plan.restarts import OVERDUE_S, End, end_of, exhausted, next_start
 from rollout_operator.plan.template import TemplateError
 from rollout_pod.protocol import DesiredDocument
 
@@ -27,7 +30,7 @@ PREDECESSOR_RETRY_S: Final = 2.0
 """Nothing tells of a Secret that the garbage collector removed."""
 DELETING_RETRY_S: Final = 10.0
 MIN_LIFE_S: Final = 10.0
-"""A pod that failed sooner is replaced only then: evictions must not spin."""
+"""A pod that is over sooner, by no fault of its own, is replaced only then: that must not spin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +53,10 @@ def make_plan(replica: Replica, seen: Seen, now: float, *, defaults: PodDefaults
         return Plan(verdict=_invalid_spec(str(error)))
     pod = seen.pod
     steer = document if pod and pod.owner is Ownership.OURS and not pod.deleting else None
+    counted = restarts.tally(replica, replica.spec, seen, now)
     verdict, retry = _strangers(seen)
     if verdict is not None:
-        return Plan(document=steer, verdict=verdict, requeue_after=retry)
+        return Plan(document=steer, verdict=verdict, restarts=counted, requeue_after=retry)
     children = _children(replica, seen)
     try:
         manifest = manifests.pod(
@@ -64,13 +68,16 @@ def make_plan(replica: Replica, seen: Seen, now: float, *, defaults: PodDefaults
         )
     except TemplateError as error:
         verdict = Verdict(reason=Reason.INVALID_TEMPLATE, message=f"spec.{error}", stalled=True)
-        return Plan(actions=children, document=steer, verdict=verdict)
-    rest = _pod(replica.spec, seen, now, manifest, steer)
-    return Plan(
+        return Plan(actions=children, document=steer, verdict=verdict, restarts=counted)
+    rest = _pod(replica, replica.spec, seen, now, manifest, steer, counted)
+    waits = [rest.requeue_after]
+    if counted is not None and counted.consecutive:
+        waits.append(restarts.steady_in(replica, now))
+    return replace(
+        rest,
         actions=children + rest.actions,
-        document=rest.document,
-        verdict=rest.verdict,
-        requeue_after=rest.requeue_after,
+        restarts=counted,
+        requeue_after=min((wait for wait in waits if wait is not None), default=None),
     )
 
 
@@ -112,11 +119,13 @@ def _children(replica: Replica, seen: Seen) -> tuple[Action, ...]:
 
 
 def _pod(
+    replica: Replica,
     spec: RolloutSpec,
     seen: Seen,
     now: float,
     manifest: manifests.JsonObject,
     steer: DesiredDocument | None,
+    counted: Restarts | None,
 ) -> Plan:
     pod, wanted = seen.pod, manifests.pod_hash(spec)
     refusal = seen.refusal if seen.refusal and seen.refusal.hash == wanted else None
@@ -128,39 +137,82 @@ def _pod(
         )
         if pod is None or not (pod.deleting or pod.over):
             return Plan(document=steer, verdict=verdict, requeue_after=refusal.retry_at - now)
+    written = counted == replica.status.restarts
+    if counted is not None and exhausted(spec.restart_policy, counted):
+        given_up = _given_up(spec, pod, counted, written=written)
+        if given_up is not None:
+            return given_up
     if pod is None:
         return Plan(actions=(CreatePod(manifest=manifest, hash=wanted),))
+    end = end_of(seen)
     if pod.deleting:
-        verdict = Verdict(
-            reason=Reason.POD_REPLACING, message=f"pod {pod.name} drains; a new one follows"
-        )
-        return Plan(verdict=verdict, requeue_after=DELETING_RETRY_S)
-    if pod.over:
-        return _replace_failed(pod, now)
-    if seen.report is not None and seen.report.fenced:
-        message = f"pod {pod.name} obeys another owner or a later generation; it is replaced"
-        return _delete(pod, Reason.FENCED, message)
+        return _deleting(pod, end, now, written=written)
     if pod.hash != wanted:
-        action = DeletePod(
-            name=pod.name,
-            uid=pod.uid,
-            reason=Reason.POD_REPLACING,
-            message=f"pod {pod.name} is replaced: the spec changed",
-            replacement=manifest,
-            replacement_hash=wanted,
+        return Plan(
+            actions=(
+                DeletePod(
+                    name=pod.name,
+                    uid=pod.uid,
+                    reason=Reason.POD_REPLACING,
+                    message=f"pod {pod.name} is replaced: the spec changed",
+                    replacement=None if pod.over else manifest,
+                    replacement_hash=wanted,
+                ),
+            )
         )
-        return Plan(actions=(action,))
+    if end is not None and counted is not None:
+        rest = _replace(spec, pod, end, counted, now, written=written)
+        # one that is fenced is still listened to: what it says is why it goes
+        return rest if rest.actions else replace(rest, document=steer)
     return Plan(document=steer)
 
 
-def _replace_failed(pod: PodSeen, now: float) -> Plan:
-    message = f"pod {pod.name} is over ({pod.failure or pod.phase}); it is replaced"
-    wait = pod.created + MIN_LIFE_S - now
-    if wait > 0:
-        verdict = Verdict(reason=Reason.POD_FAILED, message=message)
-        return Plan(verdict=verdict, requeue_after=wait)
-    return _delete(pod, Reason.POD_FAILED, message)
+def _given_up(
+    spec: RolloutSpec, pod: PodSeen | None, counted: Restarts, *, written: bool
+) -> Plan | None:
+    """Return the plan for a replica that failed too often; None while it serves all the same."""
+    if pod is not None and pod.ready and not pod.deleting:
+        return None
+    verdict = Verdict(
+        reason=Reason.CRASH_LOOP,
+        message=f"gave up after {spec.restart_policy.max_restarts} restarts in a row; the last end "
+        f"({counted.last_reason}): {counted.message}. Change what a new pod is made of (model, "
+        "image, engineArgs, template…) or raise spec.restartPolicy.maxRestarts",
+        stalled=True,
+    )
+    # a pod that is over holds no resources, but its log
+    if pod is None or pod.deleting or pod.over or not written:
+        return Plan(verdict=verdict, requeue_after=None if written else 0.0)
+    return _delete(pod, Reason.CRASH_LOOP, f"pod {pod.name} is not started again")
 
 
-def _delete(pod: PodSeen, reason: Reason, message: str) -> Plan:
-    return Plan(actions=(DeletePod(name=pod.name, uid=pod.uid, reason=reason, message=message),))
+def _deleting(pod: PodSeen, end: End | None, now: float, *, written: bool) -> Plan:
+    lost = end is not None and end.reason is Reason.NODE_LOST
+    if end is not None and lost and written and now >= pod.delete_by + OVERDUE_S:
+        message = f"pod {pod.name} is given up: {end.message}"
+        return _delete(pod, Reason.NODE_LOST, message, force=True)
+    reason, message = Reason.POD_REPLACING, f"pod {pod.name} drains; a new one follows"
+    if end is not None:
+        reason, message = end.reason, f"pod {pod.name} ends ({end.message}); a new one follows"
+    verdict = Verdict(reason=reason, message=message)
+    return Plan(verdict=verdict, requeue_after=DELETING_RETRY_S if written else 0.0)
+
+
+def _replace(
+    spec: RolloutSpec, pod: PodSeen, end: End, counted: Restarts, now: float, *, written: bool
+) -> Plan:
+    start = pod.created + MIN_LIFE_S if pod.over else now
+    if end.failure:
+        start = next_start(spec.restart_policy, counted)
+    message = f"pod {pod.name} is replaced: {end.message}"
+    if written and start <= now:
+        return _delete(pod, end.reason, message)
+    if start > now:
+        message += f". The next one starts at {rfc3339(start)}"
+    verdict = Verdict(reason=end.reason, message=message)
+    return Plan(verdict=verdict, requeue_after=max(0.0, start - now))
+
+
+def _delete(pod: PodSeen, reason: Reason, message: str, *, force: bool = False) -> Plan:
+    action = DeletePod(name=pod.name, uid=pod.uid, reason=reason, message=message, force=force)
+    return Plan(actions=(action,))

@@ -1,6 +1,5 @@
 """Renders the status from what was seen and planned."""
 
-from datetime import UTC, datetime
 from typing import Final
 
 from rollout_operator.api import names
@@ -21,6 +20,7 @@ from rollout_operator.api.status import (
     UpdateSeconds,
     WeightUpdate,
 )
+from rollout_operator.api.times import rfc3339
 from rollout_operator.plan.actions import Plan, Verdict
 from rollout_operator.plan.diagnosis import READY_REASONS, current_state, diagnose, uncertain
 from rollout_operator.plan.document import wanted_version
@@ -65,6 +65,7 @@ def render_status(replica: Replica, seen: Seen, plan: Plan, now: float) -> Repli
             else ""
         ),
         pods=() if pod is None else (_pod(pod, state, verdict),),
+        restarts=plan.restarts,
     )
 
 
@@ -270,11 +271,6 @@ def _pod(pod: PodSeen, state: StateDocument | None, verdict: Verdict) -> PodStat
         weight_version=state.weight_version or "" if state else "",
         message="" if verdict.reason in READY_REASONS else shorten(verdict.message),
     )
-
-
-def rfc3339(unix: float) -> str:
-    """Return a time as the API server writes it."""
-    return datetime.fromtimestamp(unix, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _stamp(unix: float | None) -> str | None:

@@ -1,0 +1,171 @@
+"""What ended a pod or its engine, how often, and when the next one may start.
+
+All of it stands in ``status.restarts``, written before a pod that failed is replaced: an operator
+that restarts in between neither forgets a failure nor counts it twice.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from rollout_operator.api.conditions import ConditionType, Reason, shorten
+from rollout_operator.api.replica import Replica
+from rollout_operator.api.spec import RestartPolicy, RolloutSpec
+from rollout_operator.api.status import RestartCount, Restarts
+from rollout_operator.api.times import rfc3339, unix
+from rollout_operator.plan.manifests import pod_hash
+from rollout_operator.plan.observed import ContainerSeen, Ownership, PodSeen, Seen
+
+OVERDUE_S: Final = 60.0
+"""So long after it must have ended a pod of a lost node is given up."""
+_EVICTED: Final = "Evicted"
+_OOM_KILLED: Final = "OOMKilled"
+_SHUTDOWN: Final = frozenset({"Terminated", "NodeShutdown", "Shutdown"})
+_DISRUPTIONS: Final = {
+    "EvictionByEvictionAPI": Reason.EVICTED,
+    "DeletionByTaintManager": Reason.EVICTED,
+    "PreemptionByScheduler": Reason.PREEMPTED,
+    "DeletionByPodGC": Reason.NODE_LOST,
+    "TerminationByKubelet": Reason.NODE_SHUTDOWN,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """Why a pod ended, or ends."""
+
+    reason: Reason
+    message: str
+    failure: bool
+    """Whether the replica itself may be at fault: only these count towards ``maxRestarts``."""
+
+
+def end_of(seen: Seen) -> End | None:
+    """Return why the replica's pod ends; None where it does not, or where a person deleted it."""
+    pod = seen.pod
+    if pod is None or not (pod.deleting or pod.over):
+        fenced = seen.report is not None and seen.report.fenced
+        text = "it obeys another owner or a later generation"
+        return End(reason=Reason.FENCED, message=text, failure=False) if pod and fenced else None
+    if pod.deleting and seen.node is not None and seen.node.lost:
+        text = f"its node {pod.node} is lost"
+        return End(reason=Reason.NODE_LOST, message=text, failure=False)
+    if pod.reason == _EVICTED:
+        return End(reason=Reason.EVICTED, message=pod.failure, failure=True)
+    text = pod.failure or pod.disruption_message or pod.disruption
+    if pod.disruption in _DISRUPTIONS:
+        return End(reason=_DISRUPTIONS[pod.disruption], message=text, failure=False)
+    if pod.over and pod.reason in _SHUTDOWN:
+        return End(reason=Reason.NODE_SHUTDOWN, message=text, failure=False)
+    return (
+        End(reason=Reason.POD_FAILED, message=text or pod.phase, failure=True) if pod.over else None
+    )
+
+
+def tally(replica: Replica, spec: RolloutSpec, seen: Seen, now: float) -> Restarts | None:
+    """Return what ``status.restarts`` has to say; None while nothing ever ended."""
+    wanted = pod_hash(spec)
+    known = replica.status.restarts
+    if known is not None and known.pod_hash != wanted:
+        known = known.model_copy(update={"pod_hash": wanted, "consecutive": 0})
+    left = steady_in(replica, now)
+    if known is not None and known.consecutive and left is not None and left <= 0:
+        known = known.model_copy(update={"consecutive": 0})
+    pod = seen.pod
+    if pod is None or pod.owner is not Ownership.OURS or pod.hash != wanted:
+        return known
+    end = end_of(seen)
+    if end is not None:
+        if known is not None and known.pod_uid == pod.uid and known.pod_ended:
+            return known
+        return _count(known, pod, end, now, ended=True)
+    return known if pod.deleting else _engine(known, pod, now)
+
+
+def newly_counted(before: Restarts | None, after: Restarts | None) -> dict[str, int]:
+    """Return how many ends ``after`` counts that ``before`` did not, by reason."""
+    known = {entry.reason: entry.count for entry in before.by_reason} if before else {}
+    new = {entry.reason: entry.count for entry in after.by_reason} if after else {}
+    return {r: n - known.get(r, 0) for r, n in new.items() if n > known.get(r, 0)}
+
+
+def steady_in(replica: Replica, now: float) -> float | None:
+    """Seconds until the failures are forgotten; None while the replica is not available."""
+    available = replica.status.condition(ConditionType.AVAILABLE)
+    if replica.spec is None or available is None or available.status != "True":
+        return None
+    return (
+        unix(available.last_transition_time) + replica.spec.restart_policy.reset_after_seconds - now
+    )
+
+
+def exhausted(policy: RestartPolicy, restarts: Restarts | None) -> bool:
+    """Tell whether the replica has failed too often in a row."""
+    return restarts is not None and restarts.consecutive > policy.max_restarts
+
+
+def next_start(policy: RestartPolicy, restarts: Restarts) -> float:
+    """Return the unix time before which no pod follows the one that failed."""
+    doublings = min(max(restarts.consecutive - 1, 0), 30)
+    pause = min(policy.backoff_seconds << doublings, policy.backoff_limit_seconds)
+    return unix(restarts.last_at) + pause
+
+
+def out_of_memory(container: ContainerSeen) -> bool:
+    """Tell whether the kernel ended the container since its memory limit was reached."""
+    return container.exit_reason == _OOM_KILLED
+
+
+def death(container: ContainerSeen) -> str:
+    """Say how a container ended."""
+    reason = container.exit_reason or "Error"
+    if container.exit_message:
+        killed = f"{reason}: " if out_of_memory(container) else ""
+        return killed + container.exit_message
+    return f"{reason}, exit code {container.exit_code}; see its log"
+
+
+def _engine(known: Restarts | None, pod: PodSeen, now: float) -> Restarts | None:
+    engine = pod.engine
+    if engine is None:
+        return known
+    # kubelet counts an exit only when it starts the container again
+    exits = engine.restarts + (engine.exit_code is not None and not engine.running)
+    same = known is not None and known.pod_uid == pod.uid
+    counted = known.engine_exits if known is not None and same else 0
+    if exits <= counted:
+        return known
+    if not same and exits > 1:
+        # of a pod that an earlier operator looked after: its past is not held against it
+        update = {"pod_uid": pod.uid, "pod_ended": False, "engine_exits": exits}
+        return (known or Restarts(pod_hash=pod.hash)).model_copy(update=update)
+    reason = Reason.OOM_KILLED if out_of_memory(engine) else Reason.ENGINE_FAILED
+    end = End(reason=reason, message=death(engine), failure=True)
+    return _count(known, pod, end, now, times=exits - counted, exits=exits)
+
+
+def _count(
+    known: Restarts | None,
+    pod: PodSeen,
+    end: End,
+    now: float,
+    *,
+    times: int = 1,
+    ended: bool = False,
+    exits: int | None = None,
+) -> Restarts:
+    before = known or Restarts()
+    same = before.pod_uid == pod.uid
+    counts = {entry.reason: entry.count for entry in before.by_reason}
+    counts[end.reason] = counts.get(end.reason, 0) + times
+    return Restarts(
+        total=before.total + times,
+        consecutive=before.consecutive + (times if end.failure else 0),
+        by_reason=tuple(RestartCount(reason=r, count=n) for r, n in sorted(counts.items())),
+        last_at=rfc3339(now),
+        last_reason=end.reason,
+        message=shorten(end.message),
+        pod_hash=pod.hash,
+        pod_uid=pod.uid,
+        pod_ended=ended,
+        engine_exits=exits if exits is not None else before.engine_exits if same else 0,
+    )
