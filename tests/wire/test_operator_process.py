@@ -29,7 +29,7 @@ class Process:
         self.kubeconfig.write_text(json.dumps(_kubeconfig(bench.server.url)))
         self.child: asyncio.subprocess.Process | None = None
 
-    async def start(self) -> None:
+    async def start(self, **more: str) -> None:
         environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.kubeconfig.parent),
@@ -40,6 +40,7 @@ class Process:
             "ROLLOUT_OPERATOR_METRICS_PORT": str(self.metrics_port),
             "ROLLOUT_OPERATOR_ADMIN_PORT": str(self.bench.port),
             "ROLLOUT_OPERATOR_DEFAULT_IMAGE": "pod:1",
+            **more,
         }
         self.child = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -1,0 +1,146 @@
+"""Changes of the spec: what replaces the pod and what does not, also when they come too soon."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_apiserver import Json
+from tests.support.operator_kit import Bench, bench
+from tests.wire.test_operator_process import process
+
+SOURCE = {"source": {"path": "/ckpt/{version}"}}
+
+
+def pod(b: Bench) -> Json | None:
+    return b.server.get("pods", "qwen-0")
+
+
+def uid(b: Bench) -> str:
+    found = pod(b)
+    return found["metadata"]["uid"] if found else ""
+
+
+async def draining(b: Bench) -> None:
+    await b.until(lambda: (pod(b) or {"metadata": {}})["metadata"].get("deletionTimestamp"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"paused": True},
+        {"weightVersion": "step-1"},
+        {"interruption": {"mode": "Keep"}},
+        {"restartPolicy": {"maxRestarts": 3}},
+        {"weights": {"bucketSize": "1Mi", "timeoutSeconds": 7}},
+        {"sleep": {"level": 1}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+async def test_what_the_running_pod_can_take_on_replaces_nothing(change: dict[str, Any]):
+    async with bench() as b:
+        admin = await b.serving(weights=SOURCE)
+        before, start = uid(b), len(b.server.requests)
+        b.patch(**change)
+        await b.until(lambda: admin.documents[-1].generation == 2)
+        await b.quiet()
+        assert uid(b) == before
+        writes = b.server.writes(start)
+        assert not [w for w in writes if not w.startswith("PATCH rolloutreplicas")], writes
+
+
+async def test_reverted_while_the_old_pod_drains_it_comes_back_as_it_was():
+    async with bench() as b:
+        await b.serving()
+        start = len(b.server.requests)
+        b.patch(model="other")
+        await draining(b)
+        b.patch(model="m")
+        await b.until(lambda: b.status()["observedGeneration"] == 3)
+        await b.quiet()
+        b.server.remove("pods", "qwen-0")
+        new = await b.until(lambda: pod(b))
+        assert "other" not in new["spec"]["containers"][0]["args"]
+        await b.run_pod()
+        await b.ready("Serving")
+        await b.quiet()
+        writes = b.server.writes(start)
+        assert writes.count("DELETE pods/qwen-0") == 1
+        assert writes.count("POST pods") == 1
+        assert "restarts" not in b.status()
+
+
+async def test_reverted_before_the_new_pod_serves_nothing_serves_the_wrong_model():
+    async with bench() as b:
+        await b.serving()
+        b.patch(model="other")
+        await draining(b)
+        b.server.remove("pods", "qwen-0")
+        await b.until(lambda: pod(b))
+        b.patch(model="m")
+        await draining(b)
+        assert "other" in (pod(b) or {})["spec"]["containers"][0]["args"]
+        b.server.remove("pods", "qwen-0")
+        new = await b.until(lambda: pod(b))
+        assert "other" not in new["spec"]["containers"][0]["args"]
+        await b.run_pod()
+        await b.ready("Serving")
+        assert "restarts" not in b.status()
+
+
+async def test_a_pod_that_is_not_ready_does_not_hold_up_its_own_replacement():
+    async with bench() as b:
+        b.apply()
+        await b.until(lambda: pod(b))
+        b.patch(model="other")
+        await draining(b)
+        b.server.remove("pods", "qwen-0")
+        new = await b.until(lambda: pod(b))
+        assert "other" in new["spec"]["containers"][0]["args"]
+
+
+async def test_ready_speaks_of_the_newest_spec_only_when_a_pod_of_it_serves():
+    async with bench() as b:
+        await b.serving()
+        b.patch(model="other")
+        await draining(b)
+        await b.until(lambda: b.status()["observedGeneration"] == 2)
+        assert b.condition("Ready")[0] == "False"
+        b.server.remove("pods", "qwen-0")
+        await b.until(lambda: pod(b))
+        await b.quiet()
+        assert b.condition("Ready")[0] == "False"
+        await b.run_pod()
+        await b.ready("Serving")
+
+
+async def test_a_newer_build_of_the_operator_with_other_defaults_writes_nothing(tmp_path: Path):
+    async with process(tmp_path) as operator:
+        b = operator.bench
+        b.apply()
+        await b.run_pod()
+        await b.ready("Serving")
+        await b.quiet()
+        await operator.end(signal.SIGTERM)
+        before, start = uid(b), len(b.server.requests)
+        await operator.start(
+            ROLLOUT_OPERATOR_DEFAULT_IMAGE="pod:2",
+            ROLLOUT_OPERATOR_IMAGE_PULL_POLICY="Always",
+            ROLLOUT_OPERATOR_RESYNC_SECONDS="1",
+        )
+        await operator.ready()
+        # it has looked at the pod, more than once
+        await b.until(
+            lambda: [str(r) for r in b.server.requests[start:]].count("GET pods/qwen-0") > 2,
+            timeout=30,
+        )
+        assert b.server.writes(start) == []
+        assert uid(b) == before
+        assert (pod(b) or {})["spec"]["containers"][0]["image"] == "pod:1"
+        # the new default counts from the next pod on
+        b.patch(model="other")
+        await draining(b)
+        b.server.remove("pods", "qwen-0")
+        new = await b.until(lambda: pod(b))
+        assert new["spec"]["containers"][0]["image"] == "pod:2"
