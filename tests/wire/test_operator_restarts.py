@@ -65,7 +65,7 @@ async def test_a_quota_is_told_apart_and_the_pod_comes_when_it_allows_it(
         b.server.admit = lambda body: None
         await b.run_pod()
         await b.ready("Serving")
-        assert ("Warning", "QuotaExceeded") in b.server.events()
+        await b.until(lambda: ("Warning", "QuotaExceeded") in b.server.events())
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ async def test_an_engine_out_of_memory_is_counted_and_comes_back():
         b.server.change("pods", "qwen-0", {"status": dead})
         await b.ready("OOMKilled", "False")
         assert "limits.memory" in message(b)
-        assert ("Warning", "OOMKilled") in b.server.events()
+        await b.until(lambda: ("Warning", "OOMKilled") in b.server.events())
         back = running_status(admin.ip, restarts=1)
         back["containerStatuses"][0]["lastState"] = {"terminated": terminated}
         b.server.change("pods", "qwen-0", {"status": back})
