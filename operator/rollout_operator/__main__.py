@@ -16,6 +16,7 @@ def main() -> None:
     try:
         settings = Settings()
         settings.namespaces()
+        settings.lease()
     except ValidationError as error:
         lines = (
             f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()

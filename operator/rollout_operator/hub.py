@@ -18,6 +18,11 @@ class Hub:
         self._caches = caches
         self._workers = workers
 
+    def all(self) -> None:
+        """Wake every replica that the watches have shown: this operator may work from now on."""
+        for key in self._caches.replicas.keys():  # noqa: SIM118 - a Cache is no mapping
+            self._workers.wake(key)
+
     def replica(self, event: Event) -> None:
         """A RolloutReplica was listed, made, changed or removed."""
         key = _key(event["object"])

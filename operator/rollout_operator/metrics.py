@@ -32,6 +32,11 @@ class Metrics:
             ["verb", "outcome"],
             registry=self.registry,
         )
+        self.leader = Gauge(
+            "rollout_operator_leader",
+            "1 while this operator works: it holds the Lease, or needs none.",
+            registry=self.registry,
+        )
         self.replicas = Gauge(
             "rollout_operator_replicas", "Replicas that have a worker.", registry=self.registry
         )

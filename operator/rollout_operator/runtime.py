@@ -1,6 +1,8 @@
 """Puts the parts together, starts and stops them."""
 
 import asyncio
+import socket
+import uuid
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -10,10 +12,13 @@ from rollout_operator.api import names
 from rollout_operator.apply.cache import Cache
 from rollout_operator.apply.errors import KubeError
 from rollout_operator.apply.kube import KubeApi
+from rollout_operator.apply.leased import LeasedKube
 from rollout_operator.control.pod_client import PodClient
+from rollout_operator.elect import Elector
 from rollout_operator.hub import Hub
 from rollout_operator.metrics import Metrics
 from rollout_operator.observe import Caches
+from rollout_operator.plan.lease import Timing
 from rollout_operator.plan.plan import PodDefaults
 from rollout_operator.probes import serving
 from rollout_operator.reconcile import Reconciler
@@ -40,6 +45,7 @@ class Runtime:
         self._stack = AsyncExitStack()
         self._workers: Workers | None = None
         self._hub: Hub | None = None
+        self._elector: Elector | None = None
 
     @property
     def hub(self) -> Hub:
@@ -64,11 +70,11 @@ class Runtime:
         kube = await KubeApi.connect(metrics=self.metrics, server=self.server)
         self._stack.push_async_callback(kube.close)
         pods = await self._stack.enter_async_context(
-            PodClient(metrics=self.metrics, admin_port=settings.admin_port)
+            PodClient(metrics=self.metrics, admin_port=settings.admin_port, may_work=self._may_work)
         )
         caches = Caches(replicas=Cache(), pods=Cache())
         reconciler = Reconciler(
-            kube,
+            LeasedKube(kube, self._may_work),
             pods,
             caches,
             defaults=PodDefaults(
@@ -83,7 +89,39 @@ class Runtime:
         self._stack.push_async_callback(workers.stop)
         await _kind_served(kube)
         self._workers, self._hub = workers, Hub(caches, workers)
+        self._elect(kube)
         log.info("started", namespaces=settings.namespaces() or "all")
+
+    def _elect(self, kube: KubeApi) -> None:
+        lease = self.settings.lease()
+        if lease is None:
+            self.metrics.leader.set(1)
+            self._begin()
+            return
+        self._elector = Elector(
+            kube,
+            namespace=lease[0],
+            name=lease[1],
+            me=self.settings.identity or f"{socket.gethostname()}_{uuid.uuid4()}",
+            timing=Timing(duration=self.settings.lease_seconds),
+            gained=self._begin,
+            lost=self._end,
+            metrics=self.metrics,
+        )
+        self._stack.push_async_callback(self._elector.stop)
+        self._elector.start()
+
+    def _may_work(self) -> bool:
+        return self._elector is None or self._elector.may_work()
+
+    def _begin(self) -> None:
+        if self._workers is not None:
+            self._workers.open()
+            self.hub.all()
+
+    async def _end(self) -> None:
+        if self._workers is not None:
+            await self._workers.stop()
 
     async def stop(self) -> None:
         """Stop all parts, within seconds. Pods go on by themselves."""
@@ -99,7 +137,11 @@ class Runtime:
         return f"replica {namespace}/{name} should have been looked at {seconds:.0f} s ago"
 
     def _unready(self) -> str:
-        return "" if self.watching.is_set() else "not watching yet"
+        if not self.watching.is_set():
+            return "not watching yet"
+        return (
+            f"no Lease: {self._elector.trouble}" if self._elector and self._elector.trouble else ""
+        )
 
 
 async def _kind_served(kube: KubeApi) -> None:

@@ -25,6 +25,16 @@ class Settings(BaseSettings):
     default_image: str = "rollout-pod:latest"
     """What pods run where neither ``spec.image`` nor the template names an image."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    leader_election: bool = True
+    """Work only while this operator holds the Lease; others wait, with watches that are warm."""
+    lease_name: str = "rollout-operator"
+    lease_namespace: str = ""
+    """Empty: the operator's own namespace, else the only one that it watches."""
+    lease_seconds: Annotated[int, Field(ge=2, le=600)] = 12
+    """So long after its last renewal a holder that died or is cut off is followed by another."""
+    identity: str = ""
+    """Who holds the Lease. In a cluster the pod's uid: its next container goes on at once. Empty:
+    another at each start."""
     log_format: Literal["json", "console"] = "json"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 9090
@@ -64,12 +74,36 @@ class Settings(BaseSettings):
             return ()
         if self.watch_namespaces:
             return self.watch_namespaces
-        own = os.environ.get("POD_NAMESPACE", "").strip()
-        if not own and _NAMESPACE_FILE.exists():
-            own = _NAMESPACE_FILE.read_text().strip()
+        own = _own_namespace()
         if not own:
             raise ValueError(
                 "no namespace to watch: set ROLLOUT_OPERATOR_WATCH_NAMESPACES, POD_NAMESPACE or "
                 "ROLLOUT_OPERATOR_CLUSTER_WIDE"
             )
         return (own,)
+
+    def lease(self) -> tuple[str, str] | None:
+        """Return namespace and name of the Lease; None where the operator works without one.
+
+        Raises:
+            ValueError: no namespace is named, and none follows from the others.
+        """
+        if not self.leader_election:
+            return None
+        namespace = self.lease_namespace or _own_namespace()
+        if not namespace and len(self.watch_namespaces) == 1:
+            (namespace,) = self.watch_namespaces
+        if not namespace:
+            raise ValueError(
+                "no namespace for the Lease: set ROLLOUT_OPERATOR_LEASE_NAMESPACE or "
+                "POD_NAMESPACE, or ROLLOUT_OPERATOR_LEADER_ELECTION=false where no other operator "
+                "serves the same replicas"
+            )
+        return namespace, self.lease_name
+
+
+def _own_namespace() -> str:
+    own = os.environ.get("POD_NAMESPACE", "").strip()
+    if not own and _NAMESPACE_FILE.exists():
+        own = _NAMESPACE_FILE.read_text().strip()
+    return own

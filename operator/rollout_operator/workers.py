@@ -1,4 +1,7 @@
-"""One asyncio task per replica: waits to be woken, runs a pass, backs off, never dies silently."""
+"""One asyncio task per replica: waits to be woken, runs a pass, backs off, never dies silently.
+
+There are tasks only while this operator may work (``elect.Elector``).
+"""
 
 import asyncio
 import contextvars
@@ -58,11 +61,15 @@ class Workers:
         self._report = report
         self._metrics = metrics
         self._workers: dict[Key, _Worker] = {}
-        self._stopping = False
+        self._open = False
+
+    def open(self) -> None:
+        """Let wake-ups begin workers from now on."""
+        self._open = True
 
     def wake(self, key: Key, *, fresh: bool = False) -> None:
-        """Have a pass run soon; ``fresh``: without trust in the cache."""
-        if self._stopping:
+        """Have a pass run soon, where workers may run; ``fresh``: without trust in the cache."""
+        if not self._open:
             return
         worker = self._workers.get(key)
         if worker is None:
@@ -89,11 +96,14 @@ class Workers:
 
     async def stop(self) -> None:
         """End all workers at once. No pod is touched: the next operator goes on."""
-        self._stopping = True
+        self._open = False
         tasks = [worker.task for worker in self._workers.values() if worker.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # a task that had not begun when it was cancelled did not remove itself
+        self._workers.clear()
+        self._metrics.replicas.set(0)
 
     async def _work(self, key: Key, worker: _Worker) -> None:
         failures = 0

@@ -57,8 +57,11 @@ def test_installs_exactly_this(helm):
         ("ClusterRoleBinding", "ns-ro-rollout-operator-nodes"),
         ("CustomResourceDefinition", "rolloutreplicas.rollout.dev"),
         ("Deployment", "ro-rollout-operator"),
+        ("PodDisruptionBudget", "ro-rollout-operator"),
         ("Role", "ro-rollout-operator"),
+        ("Role", "ro-rollout-operator-lease"),
         ("RoleBinding", "ro-rollout-operator"),
+        ("RoleBinding", "ro-rollout-operator-lease"),
         ("Service", "ro-rollout-operator-metrics"),
         ("ServiceAccount", "ro-rollout-operator"),
     ]
@@ -98,14 +101,50 @@ def rights(role: dict) -> dict:
     }
 
 
+def for_lease(o: dict) -> bool:
+    return o["metadata"]["name"].endswith("-lease")
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"watchNamespaces": ["a", "b"]}, {"clusterWide": True}, {"replicas": 1}]
+)
+def test_the_lease_of_the_release_is_all_that_is_written_beside(helm, values):
+    objects = render(helm, values)
+    role = objects["Role", "ro-rollout-operator-lease"]
+    create, rest = role["rules"]
+    lease = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
+    assert create == {**lease, "verbs": ["create"]}
+    assert rest == {**lease, "resourceNames": ["ro-rollout-operator"], "verbs": ["get", "update"]}
+    binding = objects["RoleBinding", "ro-rollout-operator-lease"]
+    assert role["metadata"]["namespace"] == binding["metadata"]["namespace"] == "ns"
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert environment(objects)["ROLLOUT_OPERATOR_LEASE_NAME"] == "ro-rollout-operator"
+    assert environment(objects)["ROLLOUT_OPERATOR_LEASE_NAMESPACE"] == "ns"
+
+
+def test_two_operators_that_a_drain_does_not_take_at_once(helm):
+    objects = render(helm)
+    spec = deployment(objects)["spec"]
+    assert spec["replicas"] == 2
+    labels = spec["template"]["metadata"]["labels"].items()
+    budget = objects["PodDisruptionBudget", "ro-rollout-operator"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["selector"]["matchLabels"].items() <= labels
+    affinity = spec["template"]["spec"]["affinity"]["podAntiAffinity"]
+    (term,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert term["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels
+    alone = render(helm, {"replicas": 1})
+    assert "PodDisruptionBudget" not in {o["kind"] for o in alone["all"]}
+
+
 @pytest.mark.parametrize(
     ("values", "namespaces"),
     [({}, ["ns"]), ({"watchNamespaces": ["a", "123"]}, ["a", "123"])],
 )
 def test_rights_end_at_the_watched_namespaces(helm, values, namespaces):
     objects = render(helm, values)["all"]
-    roles = [o for o in objects if o["kind"] == "Role"]
-    bindings = [o for o in objects if o["kind"] == "RoleBinding"]
+    roles = [o for o in objects if o["kind"] == "Role" and not for_lease(o)]
+    bindings = [o for o in objects if o["kind"] == "RoleBinding" and not for_lease(o)]
     assert [r["metadata"]["namespace"] for r in roles] == namespaces
     assert [b["metadata"]["namespace"] for b in bindings] == namespaces
     assert all(rights(role) == RIGHTS for role in roles)
@@ -135,7 +174,7 @@ def test_cluster_wide_is_a_choice(helm):
     name = "ns-ro-rollout-operator"
     assert rights(objects["ClusterRole", name]) == RIGHTS
     assert objects["ClusterRoleBinding", name]["roleRef"]["name"] == name
-    assert "Role" not in {o["kind"] for o in objects["all"]}
+    assert all(for_lease(o) for o in objects["all"] if o["kind"] == "Role")
     assert environment(objects)["ROLLOUT_OPERATOR_CLUSTER_WIDE"] == "true"
 
 
@@ -153,11 +192,13 @@ def test_the_operators_own_settings_accept_what_the_chart_sets(helm, monkeypatch
         ({"clusterWide": True, "log": {"format": "console", "level": "debug"}}, (), True),
     ]:
         for name, value in environment(render(helm, values)).items():
-            monkeypatch.setenv(name, value)
+            if value is not None:  # else by the downward API
+                monkeypatch.setenv(name, value)
         settings = Settings()
         assert tuple(settings.watch_namespaces) == namespaces
         assert settings.cluster_wide is wide
         assert settings.default_image == "localhost/rollout-pod:dev"
+        assert settings.lease() == ("ns", "ro-rollout-operator")
 
 
 def test_users_of_the_cluster_get_the_kind_by_aggregation(helm):
@@ -175,7 +216,6 @@ def test_users_of_the_cluster_get_the_kind_by_aggregation(helm):
 
 def test_the_pod_is_restricted(helm):
     spec = deployment(render(helm))["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -241,6 +281,8 @@ def test_everything_extra_reaches_the_pod(helm):
         ({"watchNamespaces": ["A_b"]}, "/watchNamespaces/0"),
         ({"metrics": {"port": 8080}}, "/metrics/port"),
         ({"log": {"format": "xml"}}, "/log/format"),
+        ({"replicas": -1}, "/replicas"),
+        ({"leaseSeconds": 1}, "/leaseSeconds"),
         ({"clusterWide": True, "watchNamespaces": ["a"]}, "exclude each other"),
         ({"serviceAccount": {"create": False}}, "serviceAccount.name is needed"),
     ],
@@ -281,11 +323,11 @@ def test_an_installed_operator_runs_with_these_rights_and_no_more(cluster, names
     install(cluster, namespace, "--wait")
     account = f"--as=system:serviceaccount:{namespace}:ro-rollout-operator"
 
-    def can(verb: str, resource: str, place: str, group: str = "") -> bool:
+    def can(verb: str, resource: str, place: str, group: str = "", name: str = "") -> bool:
         kind, _, part = resource.partition("/")
         asked = [
             verb,
-            f"{kind}.{group}" if group else kind,
+            (f"{kind}.{group}" if group else kind) + (f"/{name}" if name else ""),
             *([f"--subresource={part}"] * bool(part)),
         ]
         try:
@@ -301,6 +343,9 @@ def test_an_installed_operator_runs_with_these_rights_and_no_more(cluster, names
             assert not can(verb, resource, "default", group), (verb, resource)
     assert can("get", "nodes", namespace)
     assert not can("list", "nodes", namespace)
+    assert can("create", "leases", namespace, "coordination.k8s.io")
+    assert can("update", "leases", namespace, "coordination.k8s.io", "ro-rollout-operator")
+    assert not can("update", "leases", namespace, "coordination.k8s.io")
     assert not can("list", "secrets", namespace)
     assert not can("delete", "secrets", namespace)
     assert not can("delete", "services", namespace)

@@ -230,7 +230,7 @@ def test_the_operator_killed_in_the_middle_of_an_update(
     settle(replica, "step-1")
     committed = metric(replica.metrics(), 'rollout_weight_updates_total{result="committed"}')
     failed = metric(replica.metrics(), 'rollout_weight_updates_total{result="failed"}')
-    (operator,) = cluster.kubectl(
+    operators = cluster.kubectl(
         "get", "pods", "-n", site, "-l", "app.kubernetes.io/name=rollout-operator",
         "-o", "jsonpath={.items[*].status.containerStatuses[0].containerID}",
     ).split()  # fmt: skip
@@ -239,8 +239,10 @@ def test_the_operator_killed_in_the_middle_of_an_update(
     while metric(replica.metrics(), "rollout_gate_open ") != 0:
         assert time.monotonic() < deadline, "the gate never closed"
         time.sleep(0.005)
-    for pid in container_pids(operator):
-        os.kill(pid, signal.SIGKILL)
+    assert len(operators) == 2
+    for operator in operators:
+        for pid in container_pids(operator):
+            os.kill(pid, signal.SIGKILL)
     status = replica.serving("step-2")
     assert status["weightUpdate"]["phase"] == "Committed"
     assert status["weightUpdate"]["attempt"] == 1
@@ -281,7 +283,7 @@ async def test_the_engine_killed_comes_back_without_the_operator(
     assert [s.version for s in rollout.weight_versions] == ["step-1"]
     assert replica.is_greedy("step-1", prompt, rollout)
     assert replica.pod()["metadata"]["uid"] == uid
-    cluster.kubectl("scale", "-n", site, "deploy/ro-rollout-operator", "--replicas=1")
+    cluster.kubectl("scale", "-n", site, "deploy/ro-rollout-operator", "--replicas=2")
     replica.serving("step-1")
     assert replica.pod()["metadata"]["uid"] == uid, "the operator made another pod"
 

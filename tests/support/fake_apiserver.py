@@ -6,6 +6,7 @@ Covers what the operator and Kopf use, for the kinds of one namespace, and recor
 import asyncio
 import copy
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,7 +25,12 @@ KINDS = {
     "secrets": ("v1", "Secret"),
     "events": ("v1", "Event"),
     "nodes": ("v1", "Node"),
+    "leases": ("coordination.k8s.io/v1", "Lease"),
 }
+
+
+_ASIDE = ("events", "leases")
+"""What an operator writes that changes no replica."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,10 @@ class Request:
     query: dict[str, str]
     content_type: str
     body: Any
+    door: str = ""
+    """Which address it came to."""
+    at: float = 0.0
+    """Monotonic."""
 
     @property
     def write(self) -> bool:
@@ -71,12 +81,18 @@ class FakeApiServer:
     def __init__(self, namespace: str = "ns") -> None:
         self.namespace = namespace
         self.requests: list[Request] = []
+        self.accepted: list[Request] = []
+        """Writes that were done, in the order in which they were."""
         self.faults: list[Fault] = []
         self.muted: set[str] = set()
         """Resources whose watch events are lost."""
         self.admit: Callable[[Json], None] = lambda body: None
         """May raise Refused for a pod that is to be created."""
         self.url = ""
+        self.cut: set[str] = set()
+        """Doors behind which nothing arrives, and from which nothing leaves."""
+        self._runner: web.AppRunner | None = None
+        self._doors: dict[int, str] = {}
         self._version = 100
         self._objects: dict[str, dict[str, Json]] = {kind: {} for kind in KINDS}
         self._watches: dict[str, list[asyncio.Queue[Json | None]]] = {kind: [] for kind in KINDS}
@@ -88,16 +104,19 @@ class FakeApiServer:
         app.router.add_get("/apis", self._discover)
         app.router.add_get("/api/v1", self._resources)
         app.router.add_get("/apis/rollout.dev/v1alpha1", self._resources)
-        for prefix in ("/api/v1", "/apis/rollout.dev/v1alpha1"):
+        for prefix in (
+            "/api/v1",
+            "/apis/rollout.dev/v1alpha1",
+            "/apis/coordination.k8s.io/v1",
+        ):
             base = prefix + "/namespaces/{namespace}/{resource}"
             for path in (base, base + "/{name}", base + "/{name}/{subresource}"):
                 app.router.add_route("*", path, self._serve)
         app.router.add_get("/api/v1/{resource:nodes}/{name}", self._serve)
         runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._runner = runner
+        self.url = await self.open_door("")
         try:
             yield self
         finally:
@@ -105,6 +124,14 @@ class FakeApiServer:
             await runner.cleanup()
 
     # -- what tests do
+
+    async def open_door(self, name: str) -> str:
+        """Listen on one more address, so that requests tell by which they came."""
+        assert self._runner is not None
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        (port,) = {port for _, port in self._runner.addresses} - self._doors.keys()
+        self._doors[port] = name
+        return f"http://127.0.0.1:{port}"
 
     def get(self, resource: str, name: str) -> Json | None:
         return self._objects[resource].get(name)
@@ -148,8 +175,12 @@ class FakeApiServer:
                 queue.put_nowait(None)
 
     def writes(self, since: int = 0) -> list[str]:
-        """Return the writes from request number ``since`` on, events apart."""
-        return [str(r) for r in self.requests[since:] if r.write and r.resource != "events"]
+        """Return the writes from request number ``since`` on, but events and the Lease."""
+        return [str(r) for r in self.requests[since:] if r.write and r.resource not in _ASIDE]
+
+    def asked(self) -> int:
+        """Return how many requests there were, but for the Lease."""
+        return sum(r.resource != "leases" for r in self.requests)
 
     def events(self) -> list[tuple[str, str]]:
         return [(e["type"], e["reason"]) for e in self._objects["events"].values()]
@@ -182,6 +213,8 @@ class FakeApiServer:
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         info = request.match_info
         body = await request.read()
+        door = self._door(request)
+        await self._while_cut(door)
         seen = Request(
             method=request.method,
             resource=info["resource"],
@@ -190,6 +223,8 @@ class FakeApiServer:
             query=dict(request.query),
             content_type=request.content_type,
             body=json.loads(body) if body else None,
+            door=door,
+            at=time.monotonic(),
         )
         if seen.query.get("watch") == "true":
             return await self._watch(request, seen)
@@ -199,9 +234,22 @@ class FakeApiServer:
                 fault.count -= 1
                 return _status(fault.status, "Made", fault.message, fault.headers)
         try:
-            return web.json_response(self._answer(seen))
+            answer = web.json_response(self._answer(seen))
+            if seen.write:
+                self.accepted.append(seen)
         except Refused as refusal:
-            return _status(refusal.status, refusal.reason, refusal.message, {})
+            answer = _status(refusal.status, refusal.reason, refusal.message, {})
+        await self._while_cut(door)
+        return answer
+
+    def _door(self, request: web.Request) -> str:
+        assert request.transport is not None
+        return self._doors[request.transport.get_extra_info("sockname")[1]]
+
+    async def _while_cut(self, door: str) -> None:
+        """Hold what a partition swallows; whoever waits gives up sooner or later."""
+        while door in self.cut:
+            await asyncio.sleep(0.02)
 
     async def _watch(self, request: web.Request, seen: Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -215,6 +263,7 @@ class FakeApiServer:
         queues.append(queue)
         try:
             while (item := await queue.get()) is not None:
+                await self._while_cut(seen.door)
                 await response.write(json.dumps(item).encode() + b"\n")
                 if item["type"] == "ERROR":
                     break
@@ -249,6 +298,11 @@ class FakeApiServer:
         if seen.subresource == "status":
             # applied by its only owner: what it does not name is gone
             return self._store(seen.resource, {**raw, "status": seen.body["status"]})
+        if seen.method == "PUT":
+            wanted = seen.body["metadata"].get("resourceVersion")
+            if wanted and wanted != raw["metadata"]["resourceVersion"]:
+                raise Refused(409, "Conflict", "the object has been modified")
+            return self._store(seen.resource, copy.deepcopy(seen.body))
         manager = seen.query.get("fieldManager", "unknown")
         return self._store(seen.resource, _owned(_merged(raw, seen.body), seen.body, manager))
 

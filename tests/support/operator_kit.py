@@ -22,6 +22,7 @@ class Bench:
 
     def __init__(self, server: FakeApiServer, stack: AsyncExitStack) -> None:
         self.server = server
+        self.url = server.url
         self.port = free_port()
         self.admins: list[FakePodAdmin] = []
         self._stack = stack
@@ -30,7 +31,9 @@ class Bench:
         self.runtime: Runtime | None = None
 
     async def start(self, **settings: Any) -> None:
-        given = {"resync_seconds": 600, "default_image": "pod:1", **settings}
+        given = {
+            "resync_seconds": 600, "default_image": "pod:1", "leader_election": False, **settings
+        }  # fmt: skip
         self._stop = asyncio.Event()
         self.runtime = Runtime(
             Settings(
@@ -41,7 +44,7 @@ class Bench:
                 admin_port=self.port,
                 **given,
             ),
-            server=self.server.url,
+            server=self.url,
         )
         self._task = asyncio.create_task(run(self.runtime, stop_flag=self._stop))
         await self.until(lambda: self.runtime is not None and self.runtime.watching.is_set())
@@ -125,15 +128,15 @@ class Bench:
         return admin
 
     async def quiet(self, seconds: float = 0.5) -> None:
-        """Wait until nothing was asked of the API server for so long."""
-        seen, since = len(self.server.requests), time.monotonic()
+        """Wait until nothing was asked of the API server for so long, but for the Lease."""
+        seen, since = self.server.asked(), time.monotonic()
         end = since + DEADLINE_S
         while time.monotonic() - since < seconds:
             if time.monotonic() > end:
                 raise AssertionError(f"never quiet: {self.explain()}")
             await asyncio.sleep(0.02)
-            if len(self.server.requests) != seen:
-                seen, since = len(self.server.requests), time.monotonic()
+            if self.server.asked() != seen:
+                seen, since = self.server.asked(), time.monotonic()
 
 
 @asynccontextmanager

@@ -169,6 +169,7 @@ KEY = ("ns", "x")
 async def test_wakes_during_a_pass_make_one_more():
     passes = Passes()
     workers = Workers(passes, report=passes.report, metrics=Metrics())
+    workers.open()
     passes.gate.clear()
     workers.wake(KEY)
     await _passes(passes, 1)
@@ -185,6 +186,7 @@ async def test_wakes_during_a_pass_make_one_more():
 async def test_the_clock_wakes_without_trust_in_the_cache():
     passes = Passes(Next(delay=0.01), Next(delay=0.01, fresh=False))
     workers = Workers(passes, report=passes.report, metrics=Metrics())
+    workers.open()
     workers.wake(KEY)
     await _passes(passes, 3)
     assert passes.fresh == [False, True, False]
@@ -195,6 +197,7 @@ async def test_the_clock_wakes_without_trust_in_the_cache():
 async def test_a_pass_that_fails_is_tried_again_afresh(error: Exception):
     passes = Passes(error)
     workers = Workers(passes, report=passes.report, metrics=Metrics())
+    workers.open()
     workers.wake(KEY)
     await _passes(passes, 2)
     assert passes.fresh == [False, True]
@@ -206,6 +209,7 @@ async def test_a_pass_that_fails_is_tried_again_afresh(error: Exception):
 async def test_a_worker_ends_with_its_replica_and_comes_back_with_it():
     passes = Passes(None, None)
     workers = Workers(passes, report=passes.report, metrics=Metrics())
+    workers.open()
     workers.wake(KEY)
     await _passes(passes, 1)
     async with asyncio.timeout(5):
@@ -220,6 +224,7 @@ async def test_a_worker_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rollout_operator.workers.PASS_DEADLINE_S", -1.0)
     passes = Passes(Next(delay=0))
     workers = Workers(passes, report=passes.report, metrics=Metrics())
+    workers.open()
     assert workers.overdue() is None
     workers.wake(KEY)
     late = workers.overdue()

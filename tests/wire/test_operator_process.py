@@ -5,70 +5,17 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 
 from tests.support.fake_apiserver import FakeApiServer
-from tests.support.operator_kit import Bench, free_port
+from tests.support.operator_kit import Bench
+from tests.support.operator_process import Process
 
 SOURCE = {"source": {"path": "/ckpt/{version}"}}
-
-
-class Process:
-    """``python -m rollout_operator`` against the bench's API server."""
-
-    def __init__(self, bench: Bench, folder: Path) -> None:
-        self.bench = bench
-        self.probe_port, self.metrics_port = free_port(), free_port()
-        self.kubeconfig = folder / "kubeconfig"
-        self.kubeconfig.write_text(json.dumps(_kubeconfig(bench.server.url)))
-        self.child: asyncio.subprocess.Process | None = None
-
-    async def start(self, **more: str) -> None:
-        environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(self.kubeconfig.parent),
-            "KUBECONFIG": str(self.kubeconfig),
-            "POD_NAMESPACE": self.bench.server.namespace,
-            "ROLLOUT_OPERATOR_PROBE_ADDRESS": "127.0.0.1",
-            "ROLLOUT_OPERATOR_PROBE_PORT": str(self.probe_port),
-            "ROLLOUT_OPERATOR_METRICS_PORT": str(self.metrics_port),
-            "ROLLOUT_OPERATOR_ADMIN_PORT": str(self.bench.port),
-            "ROLLOUT_OPERATOR_DEFAULT_IMAGE": "pod:1",
-            **more,
-        }
-        self.child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rollout_operator",
-            env=environment,
-            stderr=asyncio.subprocess.PIPE,
-        )
-
-    async def ready(self) -> None:
-        await self.bench.until(lambda: self.get("readyz") == "ok", timeout=30)
-
-    async def end(self, how: signal.Signals) -> tuple[float, str]:
-        """Send a signal; return the seconds until the end and what it logged."""
-        assert self.child is not None
-        begun = time.monotonic()
-        if self.child.returncode is None:
-            self.child.send_signal(how)
-        _, err = await asyncio.wait_for(self.child.communicate(), 20)
-        return time.monotonic() - begun, err.decode()
-
-    def get(self, path: str) -> str:
-        port = self.metrics_port if path == "metrics" else self.probe_port
-        try:
-            with urlopen(f"http://127.0.0.1:{port}/{path}", timeout=2) as answer:
-                return str(answer.read().decode())
-        except OSError:
-            return ""
 
 
 @asynccontextmanager
@@ -81,17 +28,6 @@ async def process(folder: Path) -> AsyncIterator[Process]:
             yield made
         finally:
             await made.end(signal.SIGKILL)
-
-
-def _kubeconfig(url: str) -> dict[str, object]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "fake",
-        "clusters": [{"name": "fake", "cluster": {"server": url}}],
-        "users": [{"name": "fake", "user": {"token": "t"}}],
-        "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake"}}],
-    }
 
 
 async def test_killed_between_cancel_and_commit_the_update_completes_once(tmp_path: Path):
@@ -171,6 +107,7 @@ async def test_probes_and_metrics(tmp_path: Path):
             {"ROLLOUT_OPERATOR_CLUSTER_WIDE": "true", "ROLLOUT_OPERATOR_WATCH_NAMESPACES": "a,b"},
             "exclude each other",
         ),
+        ({"ROLLOUT_OPERATOR_CLUSTER_WIDE": "true"}, "no namespace for the Lease"),
         ({"POD_NAMESPACE": "x", "ROLLOUT_OPERATOR_METRICS_PORT": "99999"}, "metrics_port"),
     ],
 )

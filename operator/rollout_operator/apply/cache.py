@@ -17,6 +17,10 @@ class Cache:
         """Return the newest known object."""
         return self._objects.get(key)
 
+    def keys(self) -> list[Key]:
+        """Return the names of all known objects."""
+        return list(self._objects)
+
     def put(self, raw: JsonObject) -> bool:
         """Remember ``raw`` unless something as new is known; tell whether it was news."""
         meta = raw["metadata"]

@@ -21,7 +21,12 @@ SECRETS: Final = "secrets"
 EVENTS: Final = "events"
 NODES: Final = "nodes"
 """The only kind here that no namespace holds."""
+LEASES: Final = "leases"
 
+_PREFIXES: Final = {
+    REPLICAS: f"/apis/{names.API_VERSION}",
+    LEASES: "/apis/coordination.k8s.io/v1",
+}
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=20)
 _JSON: Final = "application/json"
 _MERGE: Final = "application/merge-patch+json"
@@ -54,6 +59,11 @@ class Kube(Protocol):
         self, resource: str, namespace: str, name: str, body: Mapping[str, Any]
     ) -> JsonObject:
         """Merge ``body`` into the object."""
+
+    async def replace(
+        self, resource: str, namespace: str, name: str, body: Mapping[str, Any]
+    ) -> JsonObject:
+        """Replace the object if it still has the resourceVersion that stands in ``body``."""
 
     async def delete(
         self, resource: str, namespace: str, name: str, *, uid: str, force: bool = False
@@ -147,6 +157,12 @@ class KubeApi:
             content_type=_MERGE,
         )
 
+    async def replace(
+        self, resource: str, namespace: str, name: str, body: Mapping[str, Any]
+    ) -> JsonObject:
+        """See ``Kube``."""
+        return await self._call("PUT", _path(resource, namespace, name), kind=resource, body=body)
+
     async def delete(
         self, resource: str, namespace: str, name: str, *, uid: str, force: bool = False
     ) -> JsonObject:
@@ -196,7 +212,7 @@ class KubeApi:
 
 
 def _path(resource: str, namespace: str, name: str = "", subresource: str = "") -> str:
-    prefix = f"/apis/{names.API_VERSION}" if resource == REPLICAS else "/api/v1"
+    prefix = _PREFIXES.get(resource, "/api/v1")
     place = ("namespaces", namespace) if namespace else ()
     parts = (prefix, *place, resource, name, subresource)
     return "/".join(part for part in parts if part)

@@ -1,5 +1,6 @@
 """Speaks to pods' admin ports: the desired document down, the state document up."""
 
+from collections.abc import Callable
 from typing import Final, Self
 
 import aiohttp
@@ -44,8 +45,15 @@ class Refused(PodError):
 class PodClient:
     """One connection pool for all pods. Holds thousands of long polls at once."""
 
-    def __init__(self, *, metrics: Metrics, admin_port: int = ADMIN_PORT) -> None:
+    def __init__(
+        self,
+        *,
+        metrics: Metrics,
+        admin_port: int = ADMIN_PORT,
+        may_work: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._metrics = metrics
+        self._may_work = may_work
         self._port = admin_port
         self._session: aiohttp.ClientSession | None = None
 
@@ -65,6 +73,8 @@ class PodClient:
         Raises:
             PodError: one of the four.
         """
+        if not self._may_work():
+            raise Unreachable("not asked: another operator may be working by now")
         return await self._ask(
             "PUT", ip, "desired", token, timeout=_PUT_TIMEOUT_S, body=document.model_dump_json()
         )
