@@ -75,11 +75,20 @@ class Refused(Exception):
         self.status, self.reason, self.message = status, reason, message
 
 
+class Made(Refused):
+    """A fault."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.status, "Made", fault.message)
+        self.headers = fault.headers
+
+
 class FakeApiServer:
     """Holds objects of one namespace; tests change them as kubelet or a person would."""
 
     def __init__(self, namespace: str = "ns") -> None:
         self.namespace = namespace
+        self.clock = time.time
         self.requests: list[Request] = []
         self.accepted: list[Request] = []
         """Writes that were done, in the order in which they were."""
@@ -123,6 +132,35 @@ class FakeApiServer:
             self.end_watches()
             await runner.cleanup()
 
+    def handle(self, seen: Request) -> Json:
+        """Do what a request asks for, and keep it.
+
+        Raises:
+            Refused: what a real one would refuse, or is made to (``Made``).
+        """
+        self.requests.append(seen)
+        for fault in self.faults:
+            if fault.count > 0 and fault.match(seen):
+                fault.count -= 1
+                raise Made(fault)
+        answer = self._answer(seen)
+        if seen.write:
+            self.accepted.append(seen)
+        return answer
+
+    def watch(self, resource: str) -> "asyncio.Queue[Json | None]":
+        """Return a queue that gets every later event; None and ERROR end it."""
+        queue: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._watches[resource].append(queue)
+        return queue
+
+    def unwatch(self, resource: str, queue: "asyncio.Queue[Json | None]") -> None:
+        self._watches[resource].remove(queue)
+
+    def all(self, resource: str) -> list[Json]:
+        """Return the objects as a list would."""
+        return [copy.deepcopy(o) for o in self._objects[resource].values()]
+
     # -- what tests do
 
     async def open_door(self, name: str) -> str:
@@ -143,7 +181,7 @@ class FakeApiServer:
     def change(self, resource: str, name: str, patch: Json, *, manager: str = "kubectl") -> Json:
         """Merge a patch as somebody else would; a changed spec makes a new generation."""
         return self._store(
-            resource, _owned(_merged(self._objects[resource][name], patch), patch, manager)
+            resource, self._owned(_merged(self._objects[resource][name], patch), patch, manager)
         )
 
     def remove(self, resource: str, name: str) -> None:
@@ -228,15 +266,10 @@ class FakeApiServer:
         )
         if seen.query.get("watch") == "true":
             return await self._watch(request, seen)
-        self.requests.append(seen)
-        for fault in self.faults:
-            if fault.count > 0 and fault.match(seen):
-                fault.count -= 1
-                return _status(fault.status, "Made", fault.message, fault.headers)
         try:
-            answer = web.json_response(self._answer(seen))
-            if seen.write:
-                self.accepted.append(seen)
+            answer = web.json_response(self.handle(seen))
+        except Made as fault:
+            answer = _status(fault.status, fault.reason, fault.message, fault.headers)
         except Refused as refusal:
             answer = _status(refusal.status, refusal.reason, refusal.message, {})
         await self._while_cut(door)
@@ -254,13 +287,11 @@ class FakeApiServer:
     async def _watch(self, request: web.Request, seen: Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        queue: asyncio.Queue[Json | None] = asyncio.Queue()
-        queues = self._watches[seen.resource]
+        queue = self.watch(seen.resource)
         since = int(seen.query.get("resourceVersion") or 0)
         for raw in self._objects[seen.resource].values():
             if int(raw["metadata"]["resourceVersion"]) > since:
                 queue.put_nowait({"type": "MODIFIED", "object": copy.deepcopy(raw)})
-        queues.append(queue)
         try:
             while (item := await queue.get()) is not None:
                 await self._while_cut(seen.door)
@@ -270,7 +301,7 @@ class FakeApiServer:
         except ConnectionError:
             return response
         finally:
-            queues.remove(queue)
+            self.unwatch(seen.resource, queue)
         return response
 
     def _answer(self, seen: Request) -> Json:
@@ -278,7 +309,7 @@ class FakeApiServer:
         if seen.method == "GET" and not seen.name:
             api, kind = KINDS[seen.resource]
             meta = {"resourceVersion": str(self._version)}
-            items = [copy.deepcopy(o) for o in objects.values()]
+            items = self.all(seen.resource)
             return {"apiVersion": api, "kind": f"{kind}List", "metadata": meta, "items": items}
         if seen.method == "POST":
             return self._post(seen)
@@ -304,7 +335,7 @@ class FakeApiServer:
                 raise Refused(409, "Conflict", "the object has been modified")
             return self._store(seen.resource, copy.deepcopy(seen.body))
         manager = seen.query.get("fieldManager", "unknown")
-        return self._store(seen.resource, _owned(_merged(raw, seen.body), seen.body, manager))
+        return self._store(seen.resource, self._owned(_merged(raw, seen.body), seen.body, manager))
 
     def _post(self, seen: Request) -> Json:
         name = seen.body["metadata"]["name"]
@@ -326,7 +357,7 @@ class FakeApiServer:
         return {"kind": "Status", "status": "Success"}
 
     def _end_pod(self, name: str) -> Json:
-        return self.change("pods", name, {"metadata": {"deletionTimestamp": _now()}})
+        return self.change("pods", name, {"metadata": {"deletionTimestamp": self._now()}})
 
     # -- the store
 
@@ -337,7 +368,7 @@ class FakeApiServer:
         meta |= {
             "namespace": self.namespace,
             "uid": str(uuid.uuid4()),
-            "creationTimestamp": _now(),
+            "creationTimestamp": self._now(),
             "generation": 1,
         }
         return self._store(resource, body, kind="ADDED")
@@ -358,6 +389,18 @@ class FakeApiServer:
         self._tell(resource, kind, body)
         return copy.deepcopy(body)
 
+    def _owned(self, raw: Json, patch: Json, manager: str) -> Json:
+        """Keep ``managedFields`` for the one field whose owner the operator reads."""
+        if "weightVersion" not in (patch.get("spec") or {}):
+            return raw
+        fields = {"f:spec": {"f:weightVersion": {}}}
+        mine = {"manager": manager, "operation": "Update", "time": self._now(), "fieldsV1": fields}
+        owners = [] if patch["spec"]["weightVersion"] is None else [mine]
+        return {**raw, "metadata": {**raw["metadata"], "managedFields": owners}}
+
+    def _now(self) -> str:
+        return datetime.fromtimestamp(self.clock(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
     def _tell(self, resource: str, kind: str, raw: Json) -> None:
         if resource in self.muted:
             return
@@ -377,20 +420,8 @@ def _merged(old: Any, patch: Any) -> Any:
     return new
 
 
-def _owned(raw: Json, patch: Json, manager: str) -> Json:
-    """Keep ``managedFields`` for the one field whose owner the operator reads."""
-    if "weightVersion" not in (patch.get("spec") or {}):
-        return raw
-    fields = {"f:spec": {"f:weightVersion": {}}}
-    mine = {"manager": manager, "operation": "Update", "time": _now(), "fieldsV1": fields}
-    owners = [] if patch["spec"]["weightVersion"] is None else [mine]
-    return {**raw, "metadata": {**raw["metadata"], "managedFields": owners}}
-
-
 def _status(status: int, reason: str, message: str, headers: dict[str, str]) -> web.Response:
     body = {"kind": "Status", "code": status, "reason": reason, "message": message}
     return web.json_response(body, status=status, headers=headers)
 
 
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,96 @@
+"""The operator between its two ways out: to the API server and to the pods. Knows neither's I/O."""
+
+import socket
+import time
+import uuid
+from collections.abc import Callable
+
+from rollout_operator.apply.cache import Cache, Key
+from rollout_operator.apply.kube import Kube
+from rollout_operator.apply.leased import LeasedKube
+from rollout_operator.control.pod_client import PodClient
+from rollout_operator.elect import Elector, steady
+from rollout_operator.hub import Hub
+from rollout_operator.metrics import Metrics
+from rollout_operator.observe import Caches
+from rollout_operator.plan.lease import Timing
+from rollout_operator.plan.plan import PodDefaults
+from rollout_operator.reconcile import Reconciler
+from rollout_operator.settings import Settings
+from rollout_operator.workers import Workers
+
+
+class Core:
+    """Hub, workers and elector of one operator."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        kube: Kube,
+        pods: PodClient,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.time,
+        steady_clock: Callable[[], float] = steady,
+    ) -> None:
+        self._metrics = metrics
+        caches = Caches(replicas=Cache(), pods=Cache())
+        reconciler = Reconciler(
+            LeasedKube(kube, self.may_work),
+            pods,
+            caches,
+            defaults=PodDefaults(
+                image=settings.default_image, image_pull_policy=settings.image_pull_policy
+            ),
+            metrics=metrics,
+            resync_s=settings.resync_seconds,
+            clock=clock,
+        )
+        self._workers = Workers(
+            reconciler.reconcile, report=reconciler.report_failure, metrics=metrics
+        )
+        self.hub = Hub(caches, self._workers)
+        lease = settings.lease()
+        self._elector = lease and Elector(
+            kube,
+            namespace=lease[0],
+            name=lease[1],
+            me=settings.identity or f"{socket.gethostname()}_{uuid.uuid4()}",
+            timing=Timing(duration=settings.lease_seconds),
+            gained=self._begin,
+            lost=self._workers.stop,
+            metrics=metrics,
+            clock=steady_clock,
+        )
+
+    def start(self) -> None:
+        """Work, or stand for election."""
+        if self._elector:
+            self._elector.start()
+        else:
+            self._metrics.leader.set(1)
+            self._begin()
+
+    async def stop(self) -> None:
+        """End all work, and give the Lease back."""
+        if self._elector:
+            await self._elector.stop()
+        await self._workers.stop()
+
+    def may_work(self) -> bool:
+        """Tell whether no other operator can be working now."""
+        return self._elector.may_work() if self._elector else True
+
+    def trouble(self) -> str:
+        """Return why this operator can neither work nor wait for its turn; empty else."""
+        return (
+            f"no Lease: {self._elector.trouble}" if self._elector and self._elector.trouble else ""
+        )
+
+    def overdue(self) -> tuple[Key, float] | None:
+        """Return the replica that should have been looked at longest ago, with the seconds."""
+        return self._workers.overdue()
+
+    def _begin(self) -> None:
+        self._workers.open()
+        self.hub.all()
