@@ -25,6 +25,8 @@ from rollout_pod.protocol import DesiredDocument, StateDocument
 
 _FIRST_ANSWER_S: Final = 2.0
 _RETRY_S: Final = 5.0
+_REFUSED_RETRY_S: Final = 60.0
+"""A pod that refused a document may take it later: its disk was full, say."""
 
 log = structlog.get_logger(__name__)
 
@@ -82,8 +84,8 @@ class Steering:
         if report.unauthorized:
             await self._observer.read_secret(replica, memory)
         if _has(memory.told, pod, document, report):
-            obeyed = report.state is None or _obeys(report.state, document)
-            return Steered(replica=replica, retry=None if obeyed else _RETRY_S)
+            done = report.state is None or _done(memory.told, report.state, document)
+            return Steered(replica=replica, retry=None if done else _again_s(memory.told))
         try:
             state = await self._pods.put_desired(pod.ip, token(memory), document)
         except Fenced as error:
@@ -92,7 +94,7 @@ class Steering:
             boot = report.state.boot_id if report.state else ""
             memory.told = _told(pod, boot, document, refused=str(error))
             log.warning("document refused", replica=replica.name, pod=pod.name, error=str(error))
-            return Steered(replica=replica)
+            return Steered(replica=replica, retry=_REFUSED_RETRY_S)
         except Unauthorized:
             memory.denied = True
             await self._observer.read_secret(replica, memory)
@@ -127,7 +129,20 @@ def _has(told: Told | None, pod: PodSeen, document: DesiredDocument, report: Rep
     if state.boot_id != told.boot_id:
         return False
     # one that took the document a moment ago may need another to act on it
-    return _obeys(state, document) or bool(told.refused) or time.monotonic() < told.at + _RETRY_S
+    return _done(told, state, document) or _again_s(told) > 0
+
+
+def _done(told: Told | None, state: StateDocument, document: DesiredDocument) -> bool:
+    refused = told is not None and bool(told.refused)
+    return not refused and _obeys(state, document)
+
+
+def _again_s(told: Told | None) -> float:
+    """Seconds until a pod that was told and does not obey is told again."""
+    if told is None:
+        return 0.0
+    wait = _REFUSED_RETRY_S if told.refused else _RETRY_S
+    return max(0.0, told.at + wait - time.monotonic())
 
 
 def _obeys(state: StateDocument, document: DesiredDocument) -> bool:
