@@ -60,12 +60,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextmanager
 def clock_of(loop: VirtualLoop) -> Iterator[None]:
-    """Inside, the pod's modules read the loop's clock."""
+    """Inside, the modules of pod and operator read the loop's clock."""
     clock = SimpleNamespace(monotonic=loop.time, time=loop.time, perf_counter=loop.time)
     modules = [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith("rollout_pod.") and getattr(module, "time", None) is time
+        if name.startswith(("rollout_pod.", "rollout_operator."))
+        and getattr(module, "time", None) is time
     ]
     for module in modules:
         module.time = clock

@@ -1,0 +1,143 @@
+"""What an operator must not do, whatever happens to it: judged at every write and document."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_operator.api import names
+from rollout_operator.api.spec import RolloutSpec
+from rollout_operator.plan.manifests import pod_hash
+from rollout_pod.protocol import BASE_VERSION, DesiredDocument
+from tests.support.chaos_pods import ChaosPod
+from tests.support.chaos_site import Site
+from tests.support.fake_apiserver import Json, Request
+
+LATE_S = 1.0
+"""So long after a spec changed a write may still be on its way that was right before."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A spec that somebody wrote."""
+
+    spec: RolloutSpec
+    at: float
+
+
+class Judge:
+    """Knows every spec that there was, and who holds the Lease."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._asked: dict[tuple[str, int], Asked] = {}
+        self._latest: dict[str, int] = {}
+        self._gone_at: dict[str, float] = {}
+        self._observed: dict[str, int] = {}
+        self.holder = ""
+        self.foreign: list[tuple[str, Json]] = []
+
+    # -- what people do
+
+    def asked(self, raw: Json) -> None:
+        meta = raw["metadata"]
+        asked = Asked(RolloutSpec.model_validate(raw["spec"]), self._site.loop.now)
+        self._asked.setdefault((meta["uid"], meta["generation"]), asked)
+        self._latest[meta["uid"]] = meta["generation"]
+
+    def removed(self, raw: Json) -> None:
+        self._gone_at[raw["metadata"]["uid"]] = self._site.loop.now
+
+    # -- what the operator does
+
+    def asks(self, request: Request) -> None:
+        """A write arrives: only who holds the Lease may send any."""
+        assert request.door == self.holder, f"{request} of {request.door}, {self.holder} holds"
+
+    def wrote(self, request: Request) -> None:
+        """A write was done."""
+        if request.resource == "leases":
+            before, self.holder = self.holder, request.body["spec"]["holderIdentity"] or ""
+            if self.holder != before:
+                self._site.note(f"the Lease is held by {self.holder or 'nobody'}")
+            return
+        self._site.note(f"{request.door}: {request}")
+        if request.subresource == "status":
+            self._judge_status(request.body)
+        elif request.method == "POST" and request.resource == "pods":
+            self._judge_creation(request.body)
+        elif request.method == "DELETE":
+            self._judge_deletion(request)
+        for resource, body in self.foreign:
+            assert self._site.server.get(resource, body["metadata"]["name"]) == body, (
+                f"{request} changed what is not ours"
+            )
+
+    def _specs(self, uid: str) -> list[RolloutSpec]:
+        """The spec in force, and those that were so a moment ago."""
+        newest, now = self._latest[uid], self._site.loop.now
+        found = [self._asked[uid, newest].spec]
+        for generation in range(newest - 1, 0, -1):
+            if now - self._asked[uid, generation + 1].at > LATE_S:
+                break
+            found.append(self._asked[uid, generation].spec)
+        return found
+
+    def _judge_creation(self, body: Json) -> None:
+        (owner,) = body["metadata"]["ownerReferences"]
+        uid = owner["uid"]
+        if uid in self._gone_at:
+            late = self._site.loop.now - self._gone_at[uid]
+            assert late <= LATE_S, f"a pod is made for a replica that was deleted {late:.1f} s ago"
+        made = body["metadata"]["annotations"][names.HASH_ANNOTATION]
+        assert made in [pod_hash(s) for s in self._specs(uid)], "a pod is made for an old spec"
+
+    def _judge_deletion(self, request: Request) -> None:
+        assert request.resource == "pods", f"{request}: owner references remove the rest"
+        raw = self._site.server.get("pods", request.name)
+        assert raw is not None and request.body["preconditions"]["uid"] == raw["metadata"]["uid"]
+        uid = raw["metadata"]["ownerReferences"][0]["uid"]
+        if (raw.get("status") or {}).get("phase") == "Failed":
+            return
+        made = raw["metadata"]["annotations"][names.HASH_ANNOTATION]
+        wanted = [pod_hash(s) for s in self._specs(uid)]
+        assert any(made != one for one in wanted), f"{request}: a pod that was right is deleted"
+
+    def _judge_status(self, body: Json) -> None:
+        status, uid = body["status"], body["metadata"]["uid"]
+        seen = status.get("observedGeneration", 0)
+        assert self._observed.get(uid, 0) <= seen <= self._latest[uid], "observedGeneration"
+        self._observed[uid] = seen
+        conditions = {c["type"]: c for c in status["conditions"]}
+        ready = conditions["Ready"]
+        assert ready["reason"] != "InternalError", ready
+        assert ready["observedGeneration"] == seen
+        if ready["status"] != "True":
+            return
+        spec = self._asked[uid, seen].spec
+        version = spec.weight_version or BASE_VERSION
+        assert status["weightVersion"] == version, f"Ready for {version}: {status}"
+        assert ready["reason"] == ("Paused" if spec.paused else "Serving"), ready
+        (told,) = status["pods"]
+        pods = [p for p in self._site.kubelet.pods.values() if p.name == told["name"]]
+        assert any(version in p.committed for p in pods), f"no pod ever committed {version}"
+
+    # -- what a pod is told
+
+    def document(self, pod: ChaosPod, document: DesiredDocument) -> None:
+        """A pod took it."""
+        self._site.note(f"{pod.name} takes generation {document.generation}")
+        assert document.owner == pod.owner, "told by one that does not own it"
+        asked = self._asked.get((document.owner, document.generation))
+        assert asked is not None, f"nobody asked for generation {document.generation}"
+        spec: Any = asked.spec
+        assert document.paused == spec.paused
+        version = document.weights.version if document.weights else BASE_VERSION
+        assert version == (spec.weight_version or BASE_VERSION)
+        if document.fallback is not None:
+            ours = [p for p in self._site.kubelet.pods.values() if p.owner == pod.owner]
+            known = set().union(*(p.committed for p in ours), self.committed.get(pod.owner, set()))
+            assert document.fallback.version in known, f"{document.fallback} was never committed"
+
+    @property
+    def committed(self) -> dict[str, set[str]]:
+        """By replica: what pods that are gone had committed."""
+        return self._site.kubelet.committed
