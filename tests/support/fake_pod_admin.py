@@ -32,6 +32,7 @@ class FakePodAdmin:
         self.hold: asyncio.Event | None = None
         """Updates wait for it after the gate closed."""
         self.fence = False
+        self.refuse = False
         self.state = StateDocument(
             revision=1,
             boot_id=uuid.uuid4().hex,
@@ -76,6 +77,8 @@ class FakePodAdmin:
             return refusal
         self.puts += 1
         document = DesiredDocument.model_validate_json(await request.read())
+        if self.refuse:
+            return _problem(422, "invalid_field", "made to refuse")
         known = self.documents[-1] if self.documents else None
         lower = known is not None and document.generation < known.generation
         if self.fence or lower:

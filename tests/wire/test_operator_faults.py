@@ -88,6 +88,19 @@ async def test_a_fenced_pod_is_replaced():
         assert b.server.writes(start).count("DELETE pods/qwen-0") == 1
 
 
+async def test_a_pod_that_refused_is_told_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rollout_operator.steer._REFUSED_RETRY_S", 1.0)
+    async with bench() as b:
+        admin = await b.serving()
+        admin.refuse = True
+        b.patch(paused=True)
+        await b.ready("DocumentRefused", "False")
+        admin.refuse = False
+        await b.ready("Paused")
+        assert admin.documents[-1].paused
+        assert ("Warning", "DocumentRefused") in b.server.events()
+
+
 async def test_an_operator_behind_the_times_reads_afresh_and_destroys_nothing():
     async with bench() as b:
         admin = await b.serving()
