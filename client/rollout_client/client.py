@@ -15,6 +15,7 @@ from rollout_client.endpoints import Endpoints, Fixed
 from rollout_client.errors import DeadlineExceeded, GroupFailed, RolloutError
 from rollout_client.fleet import Fleet
 from rollout_client.planning import Again, Cut, Done, Ended, Outcome, Policy, judge
+from rollout_client.pools import Pools
 from rollout_client.prompts import normalize_token_ids
 from rollout_client.rollout import Draft, Rollout
 from rollout_client.routing import NoReplica
@@ -55,17 +56,13 @@ class RolloutClient:
             endpoints = [endpoints]
         self._park_s = park_s
         self._policy = policy
-        self._slots = asyncio.Semaphore(max_concurrency)
-        self._http = httpx.AsyncClient(
+        self._pools = Pools(
+            max_concurrency,
             timeout=httpx.Timeout(pods.SILENCE_S, connect=connect_timeout_s, pool=None),
-            limits=httpx.Limits(
-                # probes of readiness must not wait for rollouts to end
-                max_connections=None, max_keepalive_connections=max_concurrency
-            ),
             transport=transport,
-        )  # fmt: skip
+        )
         self._fleet = Fleet(
-            Fixed(endpoints) if isinstance(endpoints, Sequence) else endpoints, self._http
+            Fixed(endpoints) if isinstance(endpoints, Sequence) else endpoints, self._pools.probes
         )
 
     async def __aenter__(self) -> Self:
@@ -82,7 +79,7 @@ class RolloutClient:
     async def aclose(self) -> None:
         """Close all connections. Idempotent."""
         await self._fleet.aclose()
-        await self._http.aclose()
+        await self._pools.aclose()
 
     async def generate(
         self,
@@ -225,7 +222,7 @@ class RolloutClient:
         await retrying(self._attempt, run)
 
     async def _attempt(self, run: Run) -> None:
-        async with self._slots:
+        async with self._pools.slot() as http:
             picked = await self._fleet.pick(run.key, avoid=run.avoid, min_step=run.min_step)
             if isinstance(picked, NoReplica):
                 if picked.wait_s is None or run.last_failure is None:
@@ -235,7 +232,7 @@ class RolloutClient:
             run.draft.attempts += 1
             park_s = self._park_s if self._fleet.size < 2 else min(self._park_s, _PARK_AMONG_S)
             with self._fleet.in_flight(picked):
-                outcome = await pods.attempt(self._http, picked, run.request(park_s), run.draft)
+                outcome = await pods.attempt(http, picked, run.request(park_s), run.draft)
         self._follow(run, picked, outcome, gained=len(run.draft.token_ids) - held)
 
     def _follow(self, run: Run, url: str, outcome: Outcome, *, gained: int) -> None:
