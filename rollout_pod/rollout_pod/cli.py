@@ -223,9 +223,7 @@ def wake(
     asked: list[SleepSpec | None] = []
 
     def edit(document: DesiredDocument) -> DesiredDocument:
-        spec = document.sleep
-        left = [t for t in spec.tags if t not in woken] if spec else []
-        fresh = SleepSpec(level=spec.level, tags=tuple(left)) if spec and left else None
+        fresh = document.sleep.without(woken) if document.sleep else None
         asked.append(fresh)
         return document.model_copy(update={"sleep": fresh})
 

@@ -12,6 +12,9 @@ from rollout_pod.protocol import (
     DesiredDocument,
     GateState,
     PodPhase,
+    SleepSpec,
+    SleepState,
+    SleepTag,
     StateDocument,
     UpdatePhase,
     UpdateState,
@@ -113,6 +116,7 @@ class FakePodAdmin:
         return _problem(401, "unauthorized", "wrong token")
 
     async def _obey(self, document: DesiredDocument) -> None:
+        await self._resize(document.sleep)
         target = document.weights or WeightsRef(version=BASE_VERSION)
         if self.state.weight_version != target.version:
             update = UpdateState(target=target.version, phase=UpdatePhase.WAITING)
@@ -142,9 +146,22 @@ class FakePodAdmin:
             )
             return
         phase = PodPhase.PAUSED if document.paused else PodPhase.SERVING
+        if document.sleep is not None:
+            phase = PodPhase.SLEEPING
         if self.state.phase is not phase:
-            gate = GateState.CLOSED if document.paused else GateState.OPEN
+            gate = GateState.OPEN if phase is PodPhase.SERVING else GateState.CLOSED
             await self.become(phase=phase, gate=gate)
+
+    async def _resize(self, sleep: SleepSpec | None) -> None:
+        """As on CPU: nothing is released, and all else is as if it were."""
+        tags = sleep.tags if sleep else ()
+        if set(tags) == set(SleepTag) - set(self.state.resident):
+            return
+        slept = SleepState(level=sleep.level, tags=tags, released=False) if sleep else None
+        await self.become(
+            phase=PodPhase.SLEEPING, gate=GateState.CLOSED, sleep=slept,
+            resident=tuple(tag for tag in SleepTag if tag not in tags),
+        )  # fmt: skip
 
 
 def _problem(status: int, code: str, detail: str) -> web.Response:

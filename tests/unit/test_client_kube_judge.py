@@ -5,17 +5,8 @@ from typing import Any
 
 import pytest
 
-from rollout_client.kube.judge import (
-    Ask,
-    Failed,
-    Failure,
-    Goal,
-    Reached,
-    Verdict,
-    Waiting,
-    judge,
-    progress,
-)
+from rollout_client.kube.judge import Ask, Goal, judge, progress
+from rollout_client.verdict import Failed, Failure, Reached, Verdict, Waiting
 
 G = 5
 
@@ -27,13 +18,13 @@ def condition(kind: str, status: str, reason: str = "R", message: str = "", at: 
     }  # fmt: skip
 
 
-def body(*conditions: dict, generation: int = G, observed: int = G, held: str = "base", uid: str = "u", **spec: Any) -> dict:  # fmt: skip
+def body(*conditions: dict, generation: int = G, observed: int = G, held: str = "base", uid: str = "u", phase: str = "Serving", **spec: Any) -> dict:  # fmt: skip
     return {
         "metadata": {"uid": uid, "generation": generation},
         "spec": {"model": "m", **spec},
         "status": {
             "observedGeneration": observed,
-            "phase": "Serving",
+            "phase": phase,
             "weightVersion": held,
             "conditions": list(conditions),
         },
@@ -46,6 +37,8 @@ def ask(goal: Goal, **fields: Any) -> Ask:
 
 PAUSE, RESUME = ask(Goal.PAUSED, paused=True), ask(Goal.RESUMED, paused=False)
 TO_S7, TO_BASE = ask(Goal.WEIGHTS, weightVersion="s7"), ask(Goal.WEIGHTS, weightVersion=None)
+SLEEP = {"level": 2, "tags": ["weights", "kv_cache"]}
+TO_SLEEP, TO_WAKE = ask(Goal.ASLEEP, sleep=SLEEP), ask(Goal.AWAKE, sleep=None)
 READY, DELETE = ask(Goal.READY), ask(Goal.GONE)
 PAUSED = condition("Paused", "True")
 OPEN = condition("Paused", "False", "NotPaused")
@@ -79,6 +72,19 @@ CASES: list[tuple[str, Ask, dict | None, type[Verdict] | Failure]] = [
     ("invalid", TO_S7, body(INVALID, weightVersion="s7"), Failure.STALLED),
     ("base again", TO_BASE, body(HELD), Reached),
     ("not base any more", TO_BASE, body(HELD, weightVersion="s8"), Failure.SUPERSEDED),
+    ("asleep", TO_SLEEP, body(condition("Ready", "True", "Sleeping"), phase="Sleeping", sleep=SLEEP), Reached),
+    ("asleep, another version waits", TO_SLEEP, body(condition("Ready", "False", "WaitingForWake"), sleep=SLEEP), Reached),
+    ("falling asleep", TO_SLEEP, body(condition("Ready", "False", "FallingAsleep"), sleep=SLEEP), Waiting),
+    ("asleep as an older generation wanted", TO_SLEEP, body(condition("Ready", "True", "Sleeping", at=G - 1), sleep=SLEEP), Waiting),
+    ("cannot sleep", TO_SLEEP, body(condition("Stalled", "True", "SleepUnsupported"), sleep=SLEEP), Failure.STALLED),
+    ("somebody woke it", TO_SLEEP, body(condition("Ready", "True", "Serving")), Failure.SUPERSEDED),
+    ("awake", TO_WAKE, body(condition("Ready", "True", "Serving")), Reached),
+    ("awake, and nothing to serve", TO_WAKE, body(condition("Ready", "False", "LoadingWeights"), phase="Stale"), Reached),
+    ("awake, and updating", TO_WAKE, body(condition("Ready", "False", "Updating"), phase="Updating"), Reached),
+    ("waking", TO_WAKE, body(condition("Ready", "False", "Waking"), phase="Sleeping"), Waiting),
+    ("the pod has yet to be told", TO_WAKE, body(condition("Ready", "False", "Updating"), phase="Sleeping"), Waiting),
+    ("restarted instead of waking", TO_WAKE, body(condition("Ready", "False", "EngineRestarting"), phase="Loading"), Waiting),
+    ("to sleep again", TO_WAKE, body(condition("Ready", "True", "Sleeping"), sleep=SLEEP), Failure.SUPERSEDED),
     ("ready", READY, body(condition("Ready", "True")), Reached),
     ("starting", READY, body(condition("Ready", "False", "PodStarting")), Waiting),
     ("deleted while waiting", TO_S7, None, Failure.GONE),

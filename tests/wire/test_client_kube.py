@@ -18,6 +18,7 @@ from rollout_client.kube import (
     WeightsUnavailable,
     sync,
 )
+from rollout_pod.protocol import SleepSpec, SleepTag
 from tests.support import docs
 from tests.support.fake_apiserver import Fault
 from tests.support.fake_fleet import FakeFleet, FakeReplica
@@ -77,6 +78,24 @@ async def test_the_last_of_two_writers_wins_and_the_other_is_told():
         await two.replica("qwen").pause()
         admin.hold.set()
         assert (await second.wait(10))["weightVersion"] == "step-2"
+
+
+async def test_sleep_and_wake_are_waited_for_and_keep_what_others_released():
+    async with bench() as b, await connect(b) as kube:
+        admin = await b.serving(weights=SOURCE)
+        replica = kube.replica("qwen")
+        status = await (await replica.sleep(SleepSpec(level=2))).wait(10)
+        assert (status["phase"], b.condition("Ready")) == ("Sleeping", ("True", "Sleeping"))
+        await (await replica.wake((SleepTag.WEIGHTS,))).wait(10)
+        assert admin.documents[-1].sleep == SleepSpec(level=2, tags=(SleepTag.KV_CACHE,))
+        # read, and written by another before we write: read again
+        raced = Fault(lambda r: r.method == "PATCH" and "resourceVersion" in str(r.body), 409)
+        b.server.faults.append(raced)
+        status = await (await replica.wake()).wait(10)
+        assert raced.count == 0
+        assert status["phase"] == "Serving"
+        assert admin.documents[-1].sleep is None
+        await (await replica.wake()).wait(10)  # it is awake: nothing to do
 
 
 async def test_a_missing_version_is_typed_and_a_timeout_carries_the_status():

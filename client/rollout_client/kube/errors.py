@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_client.kube.judge import Failure
+from rollout_client.verdict import Failure
 
 
 class KubeError(Exception):

@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
+from rollout_client.verdict import Failed, Failure, Reached, Verdict, Waiting
+
 BASE: Final = "base"
 """The name of the model's own checkpoint, which the API says by the absence of weightVersion."""
+
+_RESIZING: Final = (
+    "", "Waking", "FallingAsleep", "EngineStarting", "EngineRestarting", "PodCreating",
+    "PodStarting", "PodReplacing", "PodFailed", "PodUnreachable",
+)  # fmt: skip
+"""Reasons of ``Ready`` that say nothing of what is resident, or that it is on its way."""
 
 Object = Mapping[str, Any]
 
@@ -24,16 +32,10 @@ class Goal(StrEnum):
     """Every rank holds the version."""
     READY = "ready"
     """It is all that its spec says."""
-    GONE = "gone"
-
-
-class Failure(StrEnum):
-    """Why it is not waited for any longer."""
-
-    STALLED = "stalled"
-    UPDATE_FAILED = "update failed"
-    WEIGHTS_UNAVAILABLE = "weights unavailable"
-    SUPERSEDED = "superseded"
+    ASLEEP = "asleep"
+    """Exactly what the spec names sleeps."""
+    AWAKE = "awake"
+    """What the spec does not name is resident; what it holds is another matter."""
     GONE = "gone"
 
 
@@ -50,29 +52,6 @@ class Ask:
     """Fields of ``spec`` that we wrote; None for one that we removed."""
     history: tuple[Object, ...] = ()
     """The updates that were over when we wrote."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reached:
-    """It is so."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """It is on its way."""
-
-    progress: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failed:
-    """It will not be so by waiting."""
-
-    kind: Failure
-    message: str
-
-
-Verdict = Reached | Waiting | Failed
 
 
 def judge(ask: Ask, body: Object | None) -> Verdict:
@@ -148,11 +127,21 @@ def _is_reached(ask: Ask, status: Object, conditions: Mapping[str, Object]) -> b
             return has("Paused", "True")
         case Goal.RESUMED:
             return has("Paused", "False") and conditions["Paused"].get("reason") == "NotPaused"
+        case Goal.ASLEEP:
+            return _ready_reason(conditions) in ("Sleeping", "WaitingForWake")
+        case Goal.AWAKE:
+            reason = _ready_reason(conditions)
+            has_moved = reason != "Updating" or status.get("phase") != "Sleeping"
+            return has_moved and reason not in _RESIZING
         case Goal.WEIGHTS:
             wanted = ask.fields.get("weightVersion") or BASE
             return has("WeightsReady", "True") and status.get("weightVersion") == wanted
         case _:
             return has("Ready", "True")
+
+
+def _ready_reason(conditions: Mapping[str, Object]) -> str:
+    return str(conditions.get("Ready", {}).get("reason", ""))
 
 
 def _failure(ask: Ask, conditions: Mapping[str, Object]) -> Failed | None:

@@ -1,7 +1,7 @@
 """Patch a RolloutReplica and wait until it is so."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Final, Self
@@ -10,9 +10,12 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from rollout_client.kube.api import API_VERSION, KIND, Object, ReplicaApi
 from rollout_client.kube.errors import ERRORS, ApiError, ReplicaGone, WaitTimeout
-from rollout_client.kube.judge import BASE, Ask, Failed, Goal, Reached, judge
+from rollout_client.kube.judge import BASE, Ask, Goal, judge
+from rollout_client.verdict import Failed, Reached
+from rollout_pod.protocol import SleepSpec, SleepTag
 
 MANAGER: Final = "rollout-client"
+_CONFLICTS: Final = 10
 OnProgress = Callable[[str, Mapping[str, Any]], None]
 """Called with one line for people and the status."""
 
@@ -133,6 +136,28 @@ class Replica:
             {"weightVersion": wanted, "weightStep": step}, Goal.WEIGHTS, ("weightVersion",)
         )
 
+    async def sleep(self, sleep: SleepSpec) -> Change:
+        """Release memory of the engine: exactly what is named, and for as long as it is."""
+        spec = {"level": sleep.level, "tags": [tag.value for tag in sleep.tags]}
+        return await self._write({"sleep": spec}, Goal.ASLEEP)
+
+    async def wake(self, tags: Collection[SleepTag] = tuple(SleepTag)) -> Change:
+        """Take these parts back. With all of them resident it serves, unless it is paused."""
+        for _ in range(_CONFLICTS):
+            body = await self.get()
+            asleep = body["spec"].get("sleep")
+            left = SleepSpec.model_validate(asleep).without(tags) if asleep else None
+            sleep = {"level": left.level, "tags": list(left.tags)} if left else None
+            try:
+                # nobody else's sleep is to be forgotten between reading and writing
+                return await self._write(
+                    {"sleep": sleep}, Goal.AWAKE, version=body["metadata"]["resourceVersion"]
+                )
+            except ApiError as error:
+                if error.code != 409:
+                    raise
+        raise ApiError(409, "Conflict", f"{self.name} changed {_CONFLICTS} times meanwhile")
+
     async def delete(self) -> Change:
         """Delete it and what belongs to it."""
         body = await self.get()
@@ -140,10 +165,18 @@ class Replica:
         return self._change(body, Goal.GONE, {})
 
     async def _write(
-        self, spec: Mapping[str, Any], goal: Goal, fields: tuple[str, ...] = ()
+        self,
+        spec: Mapping[str, Any],
+        goal: Goal,
+        fields: tuple[str, ...] = (),
+        *,
+        version: str | None = None,
     ) -> Change:
+        patch: dict[str, Any] = {"spec": dict(spec)}
+        if version is not None:
+            patch["metadata"] = {"resourceVersion": version}
         try:
-            body = await self._api.merge(self.namespace, self.name, {"spec": dict(spec)})
+            body = await self._api.merge(self.namespace, self.name, patch)
         except ApiError as error:
             if error.code == 404:
                 await self.get()

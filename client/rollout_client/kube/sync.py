@@ -2,12 +2,13 @@
 
 import atexit
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rollout_client.kube import replicas
 from rollout_client.kube.api import Object
 from rollout_client.sync import LoopThread, Synchronous
+from rollout_pod.protocol import SleepSpec, SleepTag
 
 
 class SyncChange:
@@ -45,6 +46,14 @@ class SyncReplica:
         """See ``Replica.set_weight_version``."""
         change = self._thread.run(self._replica.set_weight_version(version, step=step))
         return SyncChange(self._thread, change)
+
+    def sleep(self, sleep: SleepSpec) -> SyncChange:
+        """See ``Replica.sleep``."""
+        return SyncChange(self._thread, self._thread.run(self._replica.sleep(sleep)))
+
+    def wake(self, tags: Collection[SleepTag] = tuple(SleepTag)) -> SyncChange:
+        """See ``Replica.wake``."""
+        return SyncChange(self._thread, self._thread.run(self._replica.wake(tags)))
 
     def delete(self) -> SyncChange:
         """See ``Replica.delete``."""

@@ -1,5 +1,6 @@
 """The desired document: all that is asked of a pod, in one JSON object."""
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated, Final, Literal, Self
 
@@ -129,6 +130,11 @@ class SleepSpec(_Document):
         if len(set(tags)) != len(tags):
             raise ValueError("name each tag once: weights, kv_cache or both")
         return tuple(tag for tag in SleepTag if tag in tags)
+
+    def without(self, tags: Collection[SleepTag]) -> "SleepSpec | None":
+        """What stays released when these are taken back; None where that is nothing."""
+        left = tuple(tag for tag in self.tags if tag not in tags)
+        return self.model_copy(update={"tags": left}) if left else None
 
 
 class DesiredDocument(_Document):
