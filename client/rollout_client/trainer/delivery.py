@@ -1,0 +1,226 @@
+"""A version's bytes to all replicas, once, or again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rollout_client.trainer.control import Control
+from rollout_client.trainer.errors import PeerFailed, Refused
+from rollout_client.trainer.fanout import Reached, fan_out
+from rollout_client.trainer.muster import Muster
+from rollout_client.trainer.parcel import Packer, Parcel
+from rollout_client.trainer.pump import present_gpu
+from rollout_client.trainer.ranks import Ranks
+from rollout_client.trainer.results import ReplicaResult
+from rollout_client.trainer.round import Round, follow
+from rollout_client.trainer.sending import Sending
+from rollout_client.trainer.tensors import Marks, Naming, TensorsChanged, refuse_changed
+from rollout_client.trainer.weights import Keep, Specs, Weights
+from rollout_client.trainer.wishes import Hold
+from rollout_pod.weights.manifest import Manifest
+
+Results = dict[str, ReplicaResult]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The last version, and what it can be sent again from."""
+
+    wish: Hold
+    weights: Weights
+    packer: Packer
+    marks: Marks | None
+
+
+class Delivery:
+    """Sends versions, one after the other.
+
+    Args:
+        naming: see ``ServerAdapter``.
+        keep: see ``ServerAdapter``.
+        ranks: those that gather; None where this one has whole tensors.
+        sending: the way to the replicas.
+    """
+
+    def __init__(self, naming: Naming, keep: Keep, ranks: Ranks | None, sending: Sending) -> None:
+        self._keep: Keep = keep
+        self._naming = naming
+        self._ranks = ranks
+        self._packer = Packer(naming, keep, gathers=ranks is not None)
+        self._sending = sending
+        self._manifest: Manifest | None = None
+        self.last: Sent | None = None
+
+    async def close(self) -> None:
+        """Give memory back. Idempotent."""
+        self.last = None
+        await self._sending.close()
+
+    async def send(
+        self,
+        find: Callable[[], Awaitable[Sequence[Control]]],
+        wish: Hold,
+        weights: Weights,
+        *,
+        specs: Specs | None,
+        timeout_s: float,
+        gpu: int | None,
+    ) -> Results:
+        """Send a version to all; see ``ServerAdapter.update_weights``."""
+        known, self._manifest, self.last = self._manifest, None, None
+        if specs is not None:
+            known = Manifest(wish.version, tuple(specs))
+        round_ = Round(self._ranks, lambda: self._drain(weights, gpu))
+        parcel: Parcel | None = None
+        try:
+            controls = await find()
+            parcel = await asyncio.to_thread(
+                self._packer.pack, wish.version, weights, _names(controls), manifest=known,
+                gpu=gpu, before_reading=round_.begin,
+            )  # fmt: skip
+            results = await self._deliver(controls, wish, parcel, round_, timeout_s)
+        except BaseException as error:
+            await _end(round_, parcel, error)
+            raise
+        else:
+            await _end(round_, parcel, results)
+            self._manifest = parcel.manifest  # it has proved right
+            return results
+        finally:
+            if parcel is not None:
+                self.last = self._sent(wish, weights, parcel)
+
+    async def send_again(
+        self,
+        controls: Sequence[Control],
+        *,
+        timeout_s: float,
+        gpu: int | None,
+        quietly: bool = False,
+    ) -> Results:
+        """Send the last version to those that wait for it; where ranks gather, on all of them.
+
+        Args:
+            controls: may be none.
+            timeout_s: for each.
+            gpu: see ``send``.
+            quietly: the trainer goes on meanwhile, and may write to the tensors.
+
+        Raises:
+            Refused: nothing is kept of it, or its tensors have been written to since.
+        """
+        last = self.last
+        if last is None:
+            if not controls:
+                return {}
+            raise Refused(
+                "nothing is kept of the last version: the next update_weights brings one; "
+                "with keep='copy' it could be sent again"
+            )
+        ranks = self._ranks if last.packer.gathers else None
+        round_ = Round(ranks, lambda: self._drain(last.weights, gpu))
+        parcel: Parcel | None = None
+        results: Results = {}
+        try:
+            if controls:
+                parcel = await asyncio.to_thread(
+                    last.packer.pack, last.wish.version, last.weights, _names(controls), gpu=gpu,
+                    before_reading=round_.begin,
+                )  # fmt: skip
+                try:
+                    refuse_changed(last.marks or {}, parcel.marks or {})
+                except TensorsChanged as error:
+                    raise Refused(f"{last.wish.version}: {error}: hand it over anew") from error
+                results = await self._deliver(
+                    controls, last.wish, parcel, round_, timeout_s, again=True, quietly=quietly
+                )
+        except BaseException as error:
+            await _end(round_, parcel, error)
+            raise
+        await _end(round_, parcel, results)
+        return results
+
+    async def follow(self, wish: Hold, weights: Weights, gpu: int | None) -> None:
+        """The part of a rank that does not send.
+
+        Raises:
+            PeerFailed: another rank's error.
+        """
+        assert self._ranks is not None  # noqa: S101 # else this rank would send
+        self.last = Sent(wish, weights, self._packer, None) if self._keep == "reference" else None
+        await asyncio.to_thread(follow, self._ranks, lambda: self._drain(weights, gpu))
+
+    async def follow_again(self, gpu: int | None) -> None:
+        """The same of ``send_again``.
+
+        Raises:
+            PeerFailed: another rank's error.
+        """
+        if self.last is not None:
+            await self.follow(self.last.wish, self.last.weights, gpu)
+
+    async def _deliver(
+        self,
+        controls: Sequence[Control],
+        wish: Hold,
+        parcel: Parcel,
+        round_: Round,
+        timeout_s: float,
+        *,
+        again: bool = False,
+        quietly: bool = False,
+    ) -> Results:
+        pump, muster = parcel.pump, None
+        if pump is not None:
+
+            def start() -> None:
+                round_.begin()
+                pump.start()
+
+            muster = Muster(_names(controls), start)
+
+        async def work(control: Control) -> Reached:
+            if again:
+                return await self._sending.again(
+                    control, wish, parcel, muster=muster, timeout_s=timeout_s, quietly=quietly
+                )
+            return await self._sending.update(
+                control, wish, parcel, muster=muster, timeout_s=timeout_s
+            )
+
+        return await fan_out(controls, str(wish), work, timeout_s)
+
+    def _sent(self, wish: Hold, weights: Weights, parcel: Parcel) -> Sent | None:
+        if parcel.copy is not None:
+            is_whole = parcel.pump is None or parcel.pump.is_whole
+            if self._keep != "copy" or not is_whole:
+                return None
+            # it has the checkpoint's names and types, and needs nobody to be gathered
+            return Sent(wish, parcel.copy, Packer(Naming(), "reference", gathers=False), None)
+        is_readable_again = callable(weights) or parcel.marks is not None
+        if self._keep != "reference" or not is_readable_again:
+            return None
+        return Sent(wish, weights, self._packer, parcel.marks)
+
+    def _drain(self, weights: Weights, gpu: int | None) -> None:
+        with present_gpu(gpu):
+            for _ in self._naming.whole_pairs(weights() if callable(weights) else weights):
+                pass
+
+
+async def _end(round_: Round, parcel: Parcel | None, how: Results | BaseException) -> None:
+    if isinstance(how, BaseException):
+        with suppress(PeerFailed):  # this rank's own error is told
+            text = f"{type(how).__name__}: {how}"
+            await asyncio.to_thread(round_.end, parcel, text)
+        return
+    try:
+        await asyncio.to_thread(round_.end, parcel, "")
+    except PeerFailed as error:
+        error.results = how
+        raise
+
+
+def _names(controls: Sequence[Control]) -> tuple[str, ...]:
+    return tuple(control.name for control in controls)
