@@ -295,10 +295,11 @@ class ServerAdapter:
                 return {}
             last = delivery.last
             try:
+                needed = {c: await needs(c) for c in await self._fleet.controls()}
                 asking = [
                     control
-                    for control in await self._fleet.controls()
-                    if last is not None and await needs(control) == last.wish.version
+                    for control, version in needed.items()
+                    if version is not None and (last is None or version == last.wish.version)
                 ]
                 return await delivery.send_again(
                     asking,

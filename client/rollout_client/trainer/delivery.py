@@ -1,14 +1,14 @@
 """A version's bytes to all replicas, once, or again."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from rollout_client.trainer.control import Control
 from rollout_client.trainer.errors import PeerFailed, Refused
 from rollout_client.trainer.fanout import Reached, fan_out
-from rollout_client.trainer.muster import Muster
+from rollout_client.trainer.muster import LAG_S, Muster
 from rollout_client.trainer.parcel import Packer, Parcel
 from rollout_client.trainer.pump import present_gpu
 from rollout_client.trainer.ranks import Ranks
@@ -174,11 +174,13 @@ class Delivery:
         pump, muster = parcel.pump, None
         if pump is not None:
 
-            def start() -> None:
+            def start(missing: Collection[str]) -> None:
                 round_.begin()
+                for name in missing:
+                    pump.leave(name)
                 pump.start()
 
-            muster = Muster(_names(controls), start)
+            muster = Muster(_names(controls), start, lag_s=LAG_S)
 
         async def work(control: Control) -> Reached:
             if again:

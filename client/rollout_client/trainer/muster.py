@@ -20,12 +20,13 @@ class Muster:
 
     Args:
         readers: who is expected.
-        start: called once, by the first that goes on, when all are here or will not come.
+        start: called once, by the first that goes on, when all are here or will not come; with
+            those that did not.
         lag_s: the longest wait after the first one came.
     """
 
     def __init__(
-        self, readers: Collection[str], start: Callable[[], None], *, lag_s: float = LAG_S
+        self, readers: Collection[str], start: Callable[[Collection[str]], None], *, lag_s: float
     ) -> None:
         self._expected = set(readers)
         self._start = start
@@ -33,7 +34,7 @@ class Muster:
         self._change = threading.Condition()
         self._first: float | None = None
         self._left: set[str] = set()
-        self._is_open = self.is_started = False
+        self._is_open = self._is_started = False
 
     def arrive(self, reader: str) -> None:
         """Wait for the others. Blocks; again, it returns at once.
@@ -54,9 +55,10 @@ class Muster:
                 raise Missed("the tensors came once, and it was not ready for them in time")
             self._is_open = True
             self._change.notify_all()
-            is_mine, self.is_started = not self.is_started, True
+            is_mine, self._is_started = not self._is_started, True
+            missing = frozenset(self._left)
         if is_mine:
-            self._start()
+            self._start(missing)
 
     def leave(self, reader: str) -> None:
         """It does not come (any more). Idempotent."""
