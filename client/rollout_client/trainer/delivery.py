@@ -16,7 +16,7 @@ from rollout_client.trainer.results import ReplicaResult
 from rollout_client.trainer.round import Round, follow
 from rollout_client.trainer.sending import Sending
 from rollout_client.trainer.tensors import Marks, Naming, TensorsChanged, refuse_changed
-from rollout_client.trainer.weights import Keep, Specs, Weights
+from rollout_client.trainer.weights import Keep, Specs, Tensors, Weights
 from rollout_client.trainer.wishes import Hold
 from rollout_pod.weights.manifest import Manifest
 
@@ -71,12 +71,15 @@ class Delivery:
         known, self._manifest, self.last = self._manifest, None, None
         if specs is not None:
             known = Manifest(wish.version, tuple(specs))
-        round_ = Round(self._ranks, lambda: self._drain(weights, gpu))
+        given = _Given(weights, self._naming, gpu)
+        round_ = Round(self._ranks, given.drain)
         parcel: Parcel | None = None
         try:
+            # first of all, and on every rank: it may be collective, too
+            tensors = await asyncio.to_thread(given.tensors)
             controls = await find()
             parcel = await asyncio.to_thread(
-                self._packer.pack, wish.version, weights, _names(controls), manifest=known,
+                self._packer.pack, wish.version, tensors, _names(controls), manifest=known,
                 gpu=gpu, before_reading=round_.begin,
             )  # fmt: skip
             results = await self._deliver(controls, wish, parcel, round_, timeout_s)
@@ -118,14 +121,15 @@ class Delivery:
                 "nothing is kept of the last version: the next update_weights brings one; "
                 "with keep='copy' it could be sent again"
             )
-        ranks = self._ranks if last.packer.gathers else None
-        round_ = Round(ranks, lambda: self._drain(last.weights, gpu))
+        given = _Given(last.weights, self._naming, gpu)
+        round_ = Round(self._ranks if last.packer.gathers else None, given.drain)
         parcel: Parcel | None = None
         results: Results = {}
         try:
+            tensors = await asyncio.to_thread(given.tensors)
             if controls:
                 parcel = await asyncio.to_thread(
-                    last.packer.pack, last.wish.version, last.weights, _names(controls), gpu=gpu,
+                    last.packer.pack, last.wish.version, tensors, _names(controls), gpu=gpu,
                     before_reading=round_.begin,
                 )  # fmt: skip
                 try:
@@ -149,7 +153,9 @@ class Delivery:
         """
         assert self._ranks is not None  # noqa: S101 # else this rank would send
         self.last = Sent(wish, weights, self._packer, None) if self._keep == "reference" else None
-        await asyncio.to_thread(follow, self._ranks, lambda: self._drain(weights, gpu))
+        given = _Given(weights, self._naming, gpu)
+        await asyncio.to_thread(given.tensors)
+        await asyncio.to_thread(follow, self._ranks, given.drain)
 
     async def follow_again(self, gpu: int | None) -> None:
         """The same of ``send_again``.
@@ -205,9 +211,25 @@ class Delivery:
             return None
         return Sent(wish, weights, self._packer, parcel.marks)
 
-    def _drain(self, weights: Weights, gpu: int | None) -> None:
-        with present_gpu(gpu):
-            for _ in self._naming.whole_pairs(weights() if callable(weights) else weights):
+
+class _Given:
+    """What the trainer handed over; a function is called once."""
+
+    def __init__(self, weights: Weights, naming: Naming, gpu: int | None) -> None:
+        self._weights, self._naming, self._gpu = weights, naming, gpu
+        self._tensors: Tensors | None = None
+
+    def tensors(self) -> Tensors:
+        """On any thread."""
+        if self._tensors is None:
+            with present_gpu(self._gpu):
+                self._tensors = self._weights() if callable(self._weights) else self._weights
+        return self._tensors
+
+    def drain(self) -> None:
+        """Take part in gathering all of it, for nobody."""
+        with present_gpu(self._gpu):
+            for _ in self._naming.whole_pairs(self.tensors()):
                 pass
 
 

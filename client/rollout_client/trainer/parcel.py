@@ -7,7 +7,7 @@ import torch
 
 from rollout_client.trainer.pump import Pump, present_gpu
 from rollout_client.trainer.tensors import Guarded, Marks, Naming, is_sharded
-from rollout_client.trainer.weights import Keep, Tensors, Weights
+from rollout_client.trainer.weights import Keep, Tensors
 from rollout_pod.weights.manifest import Manifest
 
 
@@ -87,7 +87,7 @@ class Packer:
     def pack(
         self,
         version: str,
-        weights: Weights,
+        tensors: Tensors,
         readers: tuple[str, ...],
         *,
         manifest: Manifest | None = None,
@@ -98,7 +98,7 @@ class Packer:
 
         Args:
             version: its name.
-            weights: see ``Weights``.
+            tensors: see ``Weights``.
             readers: the replicas.
             manifest: of pairs, if it is known.
             gpu: where what is gathered lies.
@@ -107,7 +107,6 @@ class Packer:
         Raises:
             ValueError: two tensors of one name, or DTensors without a group.
         """
-        tensors = weights() if callable(weights) else weights
         copy = HostCopy() if self.keep == "copy" else None
         if isinstance(tensors, Mapping):
             guarded = Guarded(self.naming.named(tensors))

@@ -1,15 +1,19 @@
 """A trainer's tensors under the checkpoint's names: what they are, and each of them whole."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from rollout_client.trainer.weights import Names, Tensors
 from rollout_pod.weights.fill import spec_of
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Cast = torch.dtype | Callable[[str, torch.dtype], torch.dtype]
 Pairs = Iterator[tuple[str, torch.Tensor]]
@@ -80,7 +84,7 @@ class Naming:
 
     def is_as_sent(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether ``whole`` has nothing to do."""
-        return not isinstance(tensor, DTensor) and self.dtype(name, tensor.dtype) == tensor.dtype
+        return not is_dtensor(tensor) and self.dtype(name, tensor.dtype) == tensor.dtype
 
     def whole_pairs(self, tensors: Tensors) -> Pairs:
         """One after another, under the checkpoint's names."""
@@ -137,21 +141,24 @@ def refuse_changed(before: Marks, now: Marks) -> None:
 def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
     """See ``Marks``; 0 where torch does not count."""
     with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
     return local.data_ptr(), 0 if local.is_inference() else local._version
+
+
+def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
+    """Whoever has one has loaded its module, which takes seconds."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether other ranks are needed to have it whole."""
-    return isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1
+    return is_dtensor(tensor) and tensor.device_mesh.size() > 1
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on this rank's device."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    full: torch.Tensor = tensor.full_tensor()
-    return full
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def present_gpu_index() -> int | None:
