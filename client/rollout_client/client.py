@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -12,7 +12,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from rollout_client import http as pods
 from rollout_client.batch import gather_batch
 from rollout_client.endpoints import Endpoints, Fixed
-from rollout_client.errors import DeadlineExceeded, GroupFailed, RolloutError
+from rollout_client.errors import DeadlineExceeded, GroupFailed, RolloutCancelled, RolloutError
 from rollout_client.fleet import Fleet
 from rollout_client.planning import Again, Cut, Done, Ended, Outcome, Policy, judge
 from rollout_client.pools import Pools
@@ -91,6 +91,7 @@ class RolloutClient:
         min_step: int | None = None,
         deadline_s: float = 600.0,
         on_partial: OnPartial | None = None,
+        give_up: Callable[[], bool] | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> Rollout:
         """Generate one rollout to its end, however often it is cut on the way.
@@ -108,6 +109,8 @@ class RolloutClient:
                 spans of the rollout say what really sampled it.
             deadline_s: For all attempts together.
             on_partial: Called with what the caller holds whenever the rollout was cut.
+            give_up: Asked before every attempt but the first: where it says true nothing more is
+                tried, and ``RolloutCancelled`` carries what there is.
             fields: Further fields of the pod's request, such as ``lora``, ``multi_modal_data``
                 (the prompt holds a placeholder for each item), ``priority`` or ``cache_salt``.
 
@@ -126,6 +129,7 @@ class RolloutClient:
             min_step=min_step,
             deadline=asyncio.get_running_loop().time() + deadline_s,
             on_partial=on_partial,
+            give_up=give_up,
             fields=dict(fields or {}),
         )
         run.request(self._park_s)  # wrong arguments are told before anything else
@@ -223,6 +227,8 @@ class RolloutClient:
 
     async def _attempt(self, run: Run) -> None:
         async with self._pools.slot() as http:
+            if run.is_given_up():
+                raise RolloutCancelled("given up by its caller", partial=run.draft.rollout())
             picked = await self._fleet.pick(run.key, avoid=run.avoid, min_step=run.min_step)
             if isinstance(picked, NoReplica):
                 if picked.wait_s is None or run.last_failure is None:

@@ -6,7 +6,21 @@ from rollout_client.rollout import Rollout
 from rollout_pod.protocol import Problem
 
 
-class RolloutError(Exception):
+class _Portable(Exception):
+    """May be pickled, as other processes do that hand errors on (Ray, multiprocessing)."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # the default calls the class with ``args`` alone, which lack what is given by keyword
+        return _remake, (type(self), self.args, self.__dict__)
+
+
+def _remake(kind: type[_Portable], args: tuple[object, ...], state: dict[str, object]) -> _Portable:
+    made = kind.__new__(kind, *args)
+    made.__dict__.update(state)
+    return made
+
+
+class RolloutError(_Portable):
     """The rollout did not finish; ``partial`` is what its caller holds."""
 
     def __init__(self, message: str, *, partial: Rollout) -> None:
@@ -39,14 +53,14 @@ class RetriesExhausted(RolloutError):
 
 
 class RolloutCancelled(RolloutError):
-    """Somebody cut it by its id (``DELETE /v1/rollout/requests/{id}``)."""
+    """Somebody cut it by its id (``DELETE /v1/rollout/requests/{id}``), or its caller gave up."""
 
 
 class ProtocolError(RolloutError):
     """An answer that is none: not the document, or one that contradicts itself."""
 
 
-class GroupFailed(Exception):
+class GroupFailed(_Portable):
     """Not every rollout of a group finished; ``results`` has all of them, in order."""
 
     def __init__(self, message: str, *, results: Sequence[Rollout | RolloutError]) -> None:

@@ -32,15 +32,21 @@ class Run:
         min_step: int | None,
         deadline: float,
         on_partial: OnPartial | None,
+        give_up: Callable[[], bool] | None,
         fields: dict[str, Any],
     ) -> None:
         self.draft, self.prompt, self.params = draft, prompt, params
         self.session_id, self.min_step, self.fields = session_id, min_step, fields
         self.deadline, self.on_partial = deadline, on_partial
+        self._give_up = give_up
         self.key = session_id or draft.request_id
         self.counts = Counts()
         self.avoid: set[str] = set()
         self.last_failure: str | None = None
+
+    def is_given_up(self) -> bool:
+        """Whether the caller wants what there is instead of another attempt."""
+        return self.draft.attempts > 0 and self._give_up is not None and self._give_up()
 
     def request(self, park_s: float) -> GenerateRequest:
         """What is asked next.

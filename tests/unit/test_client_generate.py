@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import subprocess
 import sys
 
@@ -398,3 +399,38 @@ def test_the_client_is_light():
     loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
     heavy = {"torch", "numpy", "transformers", "vllm", "kubernetes", "fastapi", "zmq"}
     assert not loaded & heavy
+
+
+async def test_a_caller_that_gives_up_gets_what_there_is():
+    wants_it = False
+    pods = one(Act(tokens=8), Act(tokens=5))
+
+    def on_partial(partial: Rollout) -> None:
+        nonlocal wants_it
+        wants_it = len(partial.token_ids) > 8
+
+    with pytest.raises(RolloutCancelled, match="given up") as given_up:
+        await run(pods, on_partial=on_partial, give_up=lambda: wants_it)
+    assert list(given_up.value.partial.token_ids) == WHOLE[:13]
+    assert given_up.value.partial.finish_reason is None
+    assert len(pods.asked) == 2
+
+
+async def test_giving_up_loses_no_rollout_that_is_whole():
+    pods = one(Act(tokens=20))
+    rollout = await run(pods, give_up=lambda: True)
+    assert (list(rollout.token_ids), rollout.finish_reason) == (WHOLE, "length")
+
+
+async def test_errors_keep_their_partial_when_they_are_pickled():
+    pods = one(Act(tokens=8, how="lost"), status(422, "invalid_field"))
+    with pytest.raises(RequestRefused) as refused:
+        await run(pods)
+    other = pickle.loads(pickle.dumps(refused.value))
+    assert (type(other), str(other)) == (RequestRefused, str(refused.value))
+    assert (other.partial, other.status) == (refused.value.partial, 422)
+    assert other.problem == refused.value.problem
+    group = GroupFailed("1 of 2", results=[other, refused.value.partial])
+    again = pickle.loads(pickle.dumps(group))
+    assert isinstance(again.results[0], RequestRefused)
+    assert again.results[0].partial == again.results[1]
