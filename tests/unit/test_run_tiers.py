@@ -73,9 +73,25 @@ def test_a_tier_that_hangs_is_ended_at_its_deadline(tmp_path):
 def test_an_unknown_tier_is_named(tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT), "gpus"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no tier is called gpus; there are unit, wire, engine, cluster" in done.stderr
+    assert "no tier is called gpus; there are unit, wire, engine, verl, cluster" in done.stderr
 
 
 def test_all_deadlines_leave_ci_time_for_the_rest(runner):
-    assert list(runner.DEADLINES_S) == ["unit", "wire", "engine", "cluster"]
-    assert sum(runner.DEADLINES_S.values()) <= 3600
+    assert list(runner.DEADLINES_S) == ["unit", "wire", "engine", "verl", "cluster"]
+    assert sum(runner.DEADLINES_S.values()) <= 3900
+
+
+def test_a_tier_whose_environment_cannot_be_made_fails(tmp_path, runner, monkeypatch):
+    tier(tmp_path, "verl", PASSES)
+    monkeypatch.setattr(runner, "ENVIRONMENTS", {"verl": "no_such_script"})
+    result = runner.run_tier("verl", deadline_s=30, tests=tmp_path)
+    assert not result.ok
+    assert result.trouble == "no_such_script.py could not make its environment"
+    assert runner.summary([result])[-1] == "0 passed, 1 failed, 0 skipped"
+
+
+def test_every_environment_has_a_script_and_is_of_a_tier(runner):
+    for name, script in runner.ENVIRONMENTS.items():
+        assert name in runner.DEADLINES_S
+        assert (runner.ROOT / "scripts" / f"{script}.py").exists()
+    assert runner.interpreter("unit") == sys.executable
