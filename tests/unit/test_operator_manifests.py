@@ -30,6 +30,7 @@ LABELS = {
 }
 ENV = [
     {"name": "ROLLOUT_RUN_DIR", "value": "/run/rollout"},
+    {"name": "ROLLOUT_SHM_DIR", "value": "/dev/shm"},
     {"name": "ROLLOUT_REPLICA", "value": "qwen"},
     {"name": "ROLLOUT_NAMESPACE", "value": "ns"},
     {
@@ -321,6 +322,32 @@ def test_a_template_is_merged_by_name():
     assert engine["lifecycle"] == {"preStop": {"sleep": {"seconds": 1}}}
     # tmpfs is charged to its writer
     assert spec["initContainers"][1]["resources"]["limits"]["memory"] == str(3 << 30)
+
+
+def test_a_trainer_beside_the_engine_finds_its_ranks():
+    """Also one whose container shares other folders already; what it mounts there is its own."""
+    own = [{"name": "mine", "mountPath": "/dev//shm/"}, {"name": "mine", "mountPath": "/data"}]
+    template = {
+        "spec": {
+            "containers": [{"name": "trainer"}, {"name": "apart", "volumeMounts": own}],
+            "initContainers": [{"name": "first"}],
+        }
+    }
+    spec = build(template=template, weights={"source": {"push": {}}})["spec"]
+    run, shm = (
+        {"name": "run", "mountPath": "/run/rollout"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    )
+    everyone = [*spec["containers"], *spec["initContainers"]]
+    assert len(everyone) == 5
+    for made in everyone:
+        assert {e["name"]: e.get("value") for e in made["env"]}["ROLLOUT_SHM_DIR"] == "/dev/shm"
+        assert run in made["volumeMounts"]
+    assert by_name(spec["containers"], "trainer")["volumeMounts"] == [run, shm]
+    assert by_name(spec["initContainers"], "first")["volumeMounts"] == [run, shm]
+    assert by_name(spec["containers"], "apart")["volumeMounts"] == [*own, run]
+    with pytest.raises(TemplateError, match=r"containers\[trainer\].volumeMounts\[0\]"):
+        build(template={"spec": {"containers": [{"name": "trainer", "volumeMounts": [1]}]}})
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,18 @@ def test_the_document_carries_what_is_asked():
     }
 
 
+def test_a_push_is_rendered_and_is_a_fallback_later():
+    weights = {"source": {"push": {}}, "transport": "CUDAIPC"}
+    status = {"lastCommitted": {"version": "v", "step": 3, "source": {"push": {}}}}
+    spec = replica(weightVersion="w", weightStep=4, weights=weights, status=status)
+    made = plan(spec, seen(pod(spec))).document
+    assert made is not None
+    document = json.loads(made.model_dump_json())
+    assert document["weights"] == {"version": "w", "step": 4, "source": {"push": {}}}
+    assert document["fallback"] == {"version": "v", "step": 3, "source": {"push": {}}}
+    assert document["transport"] == "cuda_ipc"
+
+
 @pytest.mark.parametrize("url", ["s3://b/{version}/model", "hf://o/r@{version}", "https://h/v"])
 def test_a_url_is_rendered_as_a_path_is(url: str):
     spec = replica(weightVersion="v", weights={"source": {"url": url, "secretRef": {"name": "s"}}})

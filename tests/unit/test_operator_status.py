@@ -503,6 +503,58 @@ def test_the_whole_status_of_an_update():
     ]
 
 
+def test_a_push_that_is_awaited_says_so_and_the_replica_stays_available():
+    waits = update(UpdatePhase.AWAITING_PUSH, message="the sender vanished")
+    asked = replica(weightVersion="step-1", weights={"source": {"push": {}}})
+    said = state("base", desired_version="step-1", needs="step-1", update=waits)
+    status = render(asked, seen(pod(), said))
+    shown = {c.type: (c.status, c.reason) for c in status.conditions}
+    assert shown["Ready"] == ("False", "AwaitingPush") == shown["WeightsReady"]
+    assert shown["Reconciling"] == ("True", "AwaitingPush")
+    assert (shown["Available"][0], shown["Stalled"][0]) == ("True", "False")
+    words = next(c.message for c in status.conditions if c.type == "Ready")
+    assert all(w in words for w in ("push step-1", "base serves on", "vanished", "ROLLOUT_RUN_DIR"))
+    assert status.weight_update and status.weight_update.phase == "AwaitingPush"
+
+    lost = state(
+        None, phase=PodPhase.POISONED, ready=False, gate=GateState.CLOSED, needs="step-1",
+        desired_version="step-1", update=waits,
+    )  # fmt: skip
+    status = render(asked, seen(pod(ready=False), lost))
+    shown = {c.type: (c.status, c.reason) for c in status.conditions}
+    assert shown["Ready"] == ("False", "AwaitingPush")
+    assert shown["Available"][0] == "False"
+    assert "nothing is served" in status.conditions[0].message
+
+
+def test_a_pushed_update_shows_how_it_went():
+    done = update(
+        UpdatePhase.COMMITTED, bytes=7, session="p", transport="cuda_ipc", mode="direct",
+        note="", steps={f"s{i}": i / 7 for i in range(40)},
+        seconds=UpdateSeconds(cancel=0.03, transfer=0.3, commit=0.01, paused=0.36),
+    )  # fmt: skip
+    ranks = tuple(
+        RankState(rank=r, host="h", weight_version="step-1", path=p, note=n)
+        for r, p, n in ((0, "replayed", ""), (1, "mixed", "a packed layer"))
+    )
+    committed = WeightsRef.model_validate({"version": "step-1", "source": {"push": {}}})
+    said = state("step-1", update=done, ranks=ranks, committed=committed)
+    shown = render(asks(weightStep=1), seen(pod(), said)).dump()
+    assert shown["lastCommitted"] == {"version": "step-1", "source": {"push": {}}}
+    told = shown["weightUpdate"]
+    assert (told["transport"], told["mode"], told["bytes"]) == ("cuda_ipc", "direct", 7)
+    assert (told["path"], told["note"]) == ("mixed, replayed", "a packed layer")
+    assert told["pausedSeconds"] == 0.36
+    steps = told["seconds"].pop("steps")
+    assert told["seconds"] == {"cancel": 0.03, "transfer": 0.3, "commit": 0.01}
+    assert len(steps) == 32 and steps["s39"] == 5.571 and "s0" not in steps
+    assert shown["history"][0]["source"] == {"push": {}}
+
+    offered = update(UpdatePhase.STAGED, session="p", transport="cuda_ipc")
+    shown = render(asks(), seen(pod(), state("base", update=offered))).dump()
+    assert shown["weightUpdate"]["phase"] == "Transferring", "a moment; one write less"
+
+
 def test_a_sleep_says_what_it_released_and_what_is_held():
     status = render(replica(sleep=FULL), sleeping(1, "weights", "kv_cache"))
     words = {c.type: c.message for c in status.conditions}

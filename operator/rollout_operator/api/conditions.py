@@ -63,6 +63,7 @@ class Reason(StrEnum):
     ENGINE_RESTARTING = "EngineRestarting"
     OOM_KILLED = "OOMKilled"
     LOADING_WEIGHTS = "LoadingWeights"
+    AWAITING_PUSH = "AwaitingPush"
     POISONED = "Poisoned"
     DRAINING = "Draining"
     UPDATING = "Updating"

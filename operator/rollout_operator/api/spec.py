@@ -30,6 +30,7 @@ class Transport(StrEnum):
 
     AUTO = "Auto"
     SHARED_MEMORY = "SharedMemory"
+    CUDA_IPC = "CUDAIPC"
 
 
 class InterruptionMode(StrEnum):
@@ -46,12 +47,17 @@ class SecretRef(_Part):
     name: Annotated[str, Field(min_length=1, max_length=253)]
 
 
+class PushSource(_Part):
+    """A trainer in the replica's pod sends each version."""
+
+
 class WeightsSource(_Part):
-    """Where versions come from; exactly one of path and url is set."""
+    """Where versions come from; exactly one of path, url and push is set."""
 
     path: Annotated[str | None, Field(min_length=1, max_length=3072)] = None
     url: Annotated[str | None, Field(min_length=1, max_length=2048, pattern=URL_PATTERN)] = None
     secret_ref: SecretRef | None = None
+    push: PushSource | None = None
 
 
 class WeightsSpec(_Part):

@@ -7,6 +7,9 @@ from pydantic.alias_generators import to_camel
 
 from rollout_operator.api.conditions import MAX_MESSAGE, Condition, ConditionType
 
+MAX_NOTE: Final = 1024
+MAX_STEPS: Final = 32
+
 Message = Annotated[str, Field(max_length=MAX_MESSAGE)]
 Name = Annotated[str, Field(max_length=253)]
 
@@ -17,11 +20,16 @@ class _Part(BaseModel):
     )
 
 
+class PushSource(_Part):
+    """A trainer sent it."""
+
+
 class CommittedSource(_Part):
-    """Where the committed version was read from."""
+    """Where the committed version came from."""
 
     path: Annotated[str | None, Field(max_length=4096)] = None
     url: Annotated[str | None, Field(max_length=4096)] = None
+    push: PushSource | None = None
 
 
 class LastCommitted(_Part):
@@ -39,6 +47,8 @@ class UpdateSeconds(_Part):
     cancel: float | None = None
     transfer: float | None = None
     commit: float | None = None
+    steps: Annotated[dict[str, float] | None, Field(max_length=MAX_STEPS)] = None
+    """Of ``transfer``, on the slowest rank."""
 
 
 class WeightUpdate(_Part):
@@ -54,6 +64,10 @@ class WeightUpdate(_Part):
     bytes: Annotated[int | None, Field(ge=0)] = None
     transport: Annotated[str | None, Field(max_length=64)] = None
     mode: Annotated[str | None, Field(max_length=64)] = None
+    path: Annotated[str | None, Field(max_length=64)] = None
+    """How the ranks put the bytes in place."""
+    note: Annotated[str | None, Field(max_length=MAX_NOTE)] = None
+    """Why transport, mode or path are not the fastest ones."""
     message: Message = ""
     by: Annotated[str | None, Field(max_length=128)] = None
     """The field manager of ``spec.weightVersion`` when the operator first saw this update."""

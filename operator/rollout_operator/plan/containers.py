@@ -183,12 +183,13 @@ def _sets_home(container: JsonObject) -> bool:
     )
 
 
+def shared_memory() -> list[JsonObject]:
+    """Return the mounts by which a container reaches the engine's ranks."""
+    return [{"name": "run", "mountPath": RUN_DIR}, {"name": "shm", "mountPath": SHM_DIR}]
+
+
 def _shared_mounts() -> list[JsonObject]:
-    return [
-        {"name": "run", "mountPath": RUN_DIR},
-        {"name": "shm", "mountPath": SHM_DIR},
-        {"name": "tmp", "mountPath": TMP_DIR},
-    ]
+    return [*shared_memory(), {"name": "tmp", "mountPath": TMP_DIR}]
 
 
 def _probe(path: str, **timing: int) -> JsonObject:

@@ -193,7 +193,7 @@ def _engine(replica: Replica, spec: RolloutSpec, pod: PodSeen, state: StateDocum
         if verdict is not None:
             ready = pod.ready or weights_asleep(state) or verdict.reason is not Reason.SLEEPING
             return verdict if ready else _readiness_pending(pod)
-    trouble = _update_trouble(target, state)
+    trouble = _rejected(target, state) or _awaiting(state) or _unavailable(target, state)
     if trouble is not None:
         return trouble
     if state.phase is PodPhase.POISONED:
@@ -211,8 +211,7 @@ def _engine(replica: Replica, spec: RolloutSpec, pod: PodSeen, state: StateDocum
     return _gate(spec, pod, state)
 
 
-def _update_trouble(target: str, state: StateDocument) -> Verdict | None:
-    update = state.update
+def _rejected(target: str, state: StateDocument) -> Verdict | None:
     if state.rejected is not None and state.rejected.version == target:
         text = state.rejected_message or "no reason given"
         held = f"{state.weight_version} is held" if state.weight_version else "nothing is served"
@@ -222,6 +221,25 @@ def _update_trouble(target: str, state: StateDocument) -> Verdict | None:
             "weightVersion",
             stalled=True,
         )
+    return None
+
+
+def _awaiting(state: StateDocument) -> Verdict | None:
+    """Only a trainer can go on from here; nothing is broken until it does."""
+    if state.needs is None:
+        return None
+    serving = f"{state.weight_version} serves on" if state.weight_version else "nothing is served"
+    update = state.update
+    failed = f" (the last attempt: {update.message})" if update and update.message else ""
+    return Verdict(
+        reason=Reason.AWAITING_PUSH,
+        message=f"a trainer has to push {state.needs}{failed}; {serving} until then. Push it from "
+        "a container of this pod that sees ROLLOUT_RUN_DIR, or ask for another weightVersion",
+    )
+
+
+def _unavailable(target: str, state: StateDocument) -> Verdict | None:
+    update = state.update
     if (
         update is not None
         and update.target == target

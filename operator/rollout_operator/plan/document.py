@@ -13,7 +13,11 @@ from rollout_pod.protocol import (
     WeightsSource,
 )
 
-_TRANSPORTS = {Transport.AUTO: "auto", Transport.SHARED_MEMORY: "shared_memory"}
+_TRANSPORTS = {
+    Transport.AUTO: "auto",
+    Transport.SHARED_MEMORY: "shared_memory",
+    Transport.CUDA_IPC: "cuda_ipc",
+}
 
 
 def render_document(replica: Replica, spec: RolloutSpec) -> DesiredDocument:
@@ -48,15 +52,20 @@ def wanted_weights(spec: RolloutSpec) -> WeightsRef | None:
     if spec.weight_version is None:
         return None
     source = spec.weights.source
-    if source is None or (source.path is None) == (source.url is None):
+    named = source.model_dump(include={"path", "url", "push"}, exclude_none=True) if source else {}
+    if len(named) != 1:
         # the CRD refuses this, too
-        raise ValueError("spec.weightVersion needs path or url in spec.weights.source")
-    place = "path" if source.path else "url"
-    where = str(source.path or source.url).replace(VERSION_PLACEHOLDER, spec.weight_version)
+        raise ValueError("spec.weightVersion needs path, url or push in spec.weights.source")
+    filled = {
+        kind: value.replace(VERSION_PLACEHOLDER, spec.weight_version)
+        if isinstance(value, str)
+        else value
+        for kind, value in named.items()
+    }
     return WeightsRef(
         version=spec.weight_version,
         step=spec.weight_step,
-        source=WeightsSource.model_validate({place: where}),
+        source=WeightsSource.model_validate(filled),
     )
 
 
@@ -66,7 +75,9 @@ def _fallback(last: LastCommitted | None) -> WeightsRef | None:
     if last.version == BASE_VERSION:
         return WeightsRef(version=BASE_VERSION)
     try:
-        source = WeightsSource.model_validate(last.source, from_attributes=True)
+        source = WeightsSource.model_validate(
+            last.source.model_dump(exclude_none=True) if last.source else None
+        )
     except ValueError:  # written by another version of the operator
         return None
     return WeightsRef(version=last.version, step=last.step, source=source)

@@ -65,7 +65,7 @@ def with_update(
 
 def committed_source(ref: WeightsRef | None) -> CommittedSource | None:
     """Where a version was read from; None for the model's own checkpoint."""
-    return CommittedSource(path=ref.source.path, url=ref.source.url) if ref and ref.source else None
+    return CommittedSource.model_validate(ref.source.model_dump()) if ref and ref.source else None
 
 
 def _is(known: WeightUpdate, target: str, started_at: str | None) -> bool:

@@ -125,11 +125,11 @@ def pod(
         "restartPolicy": "Always",
         "terminationGracePeriodSeconds": spec.drain_timeout_seconds + GRACE_MARGIN_S,
         "initContainers": [
-            _with_env(c, env, "initContainers")
+            _inside(c, env, "initContainers")
             for c in merge.put(pod_spec["initContainers"], weights)
         ],
         "containers": [
-            _with_env(c, env, "containers") for c in merge.put(pod_spec["containers"], engine)
+            _inside(c, env, "containers") for c in merge.put(pod_spec["containers"], engine)
         ],
         "volumes": merge.override(
             pod_spec["volumes"],
@@ -172,6 +172,7 @@ def _env(replica: Replica) -> list[JsonObject]:
 
     return [
         {"name": "ROLLOUT_RUN_DIR", "value": containers.RUN_DIR},
+        {"name": "ROLLOUT_SHM_DIR", "value": containers.SHM_DIR},
         {"name": "ROLLOUT_REPLICA", "value": replica.name},
         {"name": "ROLLOUT_NAMESPACE", "value": replica.namespace},
         {"name": "POD_NAME", "valueFrom": field("metadata.name")},
@@ -180,11 +181,21 @@ def _env(replica: Replica) -> list[JsonObject]:
     ]
 
 
-def _with_env(container: JsonObject, env: list[JsonObject], kind: str) -> JsonObject:
-    where = f"template.spec.{kind}[{container['name']}].env"
+def _inside(container: JsonObject, env: list[JsonObject], kind: str) -> JsonObject:
+    """With all that a trainer needs to find the engine's ranks and to share memory with them.
+
+    A folder that the template mounts something else at is left to it.
+    """
+    where = f"template.spec.{kind}[{container['name']}]"
+    theirs = merge.override(
+        container.get("volumeMounts"), [], key="mountPath", where=f"{where}.volumeMounts"
+    )
+    taken = {merge.same_path(mount["mountPath"]) for mount in theirs}
+    ours = [m for m in containers.shared_memory() if m["mountPath"] not in taken]
     return {
         **container,
-        "env": merge.override(container.get("env"), env, key="name", where=where),
+        "env": merge.override(container.get("env"), env, key="name", where=f"{where}.env"),
+        "volumeMounts": [*theirs, *ours],
     }
 
 

@@ -1,5 +1,6 @@
 """Renders the status from what was seen and planned."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from rollout_operator.api import names
@@ -14,6 +15,8 @@ from rollout_operator.api.conditions import (
 from rollout_operator.api.replica import Replica
 from rollout_operator.api.spec import InterruptionMode
 from rollout_operator.api.status import (
+    MAX_NOTE,
+    MAX_STEPS,
     LastCommitted,
     PodStatus,
     ReplicaStatus,
@@ -27,10 +30,18 @@ from rollout_operator.plan.document import wanted_version
 from rollout_operator.plan.history import asker, committed_source, with_update
 from rollout_operator.plan.observed import Ownership, PodSeen, Seen
 from rollout_operator.plan.sleep import weights_asleep
-from rollout_pod.protocol import DATA_PORT, PodPhase, StateDocument, UpdatePhase, UpdateState
+from rollout_pod.protocol import (
+    DATA_PORT,
+    PodPhase,
+    RankState,
+    StateDocument,
+    UpdatePhase,
+    UpdateState,
+)
 
 _ON_THE_WAY: Final = {
     UpdatePhase.STAGED: "Prefetching",
+    UpdatePhase.GIVEN_UP: "AwaitingPush",
     UpdatePhase.CANCELLING: "Transferring",
     UpdatePhase.COMMITTING: "Transferring",
 }
@@ -50,7 +61,7 @@ def render_status(replica: Replica, seen: Seen, plan: Plan, now: float) -> Repli
     state = current_state(pod, seen.report)
     verdict = plan.verdict or diagnose(replica, seen)
     ours = state if state is not None and state.owner == replica.uid else None
-    update = _update(ours.update if ours else None, replica) or previous.weight_update
+    update = _update(ours, replica) or previous.weight_update
     return ReplicaStatus(
         observed_generation=replica.generation,
         phase=_phase(pod, state, verdict),
@@ -230,14 +241,33 @@ def _last_committed(state: StateDocument | None) -> LastCommitted | None:
     return LastCommitted(version=ref.version, step=ref.step, source=committed_source(ref))
 
 
-def _update(update: UpdateState | None, replica: Replica) -> WeightUpdate | None:
-    if update is None:
+def _steps(update: UpdateState) -> dict[str, float] | None:
+    """The longest ones."""
+    longest = sorted(update.steps.items(), key=lambda step: -step[1])[:MAX_STEPS]
+    return {name: round(seconds, 3) for name, seconds in longest} or None
+
+
+def _paths(ranks: Sequence[RankState]) -> str | None:
+    return shorten(", ".join(sorted({rank.path for rank in ranks if rank.path})), 64) or None
+
+
+def _note(update: UpdateState, ranks: Sequence[RankState]) -> str | None:
+    """Once what several ranks say."""
+    said = dict.fromkeys(text for text in (update.note, *(r.note for r in ranks)) if text)
+    return shorten("; ".join(said), MAX_NOTE) or None
+
+
+def _update(state: StateDocument | None, replica: Replica) -> WeightUpdate | None:
+    update = state.update if state else None
+    if state is None or update is None:
         return None
+    ranks = state.ranks if update.phase is UpdatePhase.COMMITTED else ()
     over = update.phase in _OVER
     took = update.seconds
+    offered = update.session is not None and update.phase is UpdatePhase.STAGED
     return WeightUpdate(
         target=update.target,
-        phase=_ON_THE_WAY.get(update.phase, update.phase.value),
+        phase="Transferring" if offered else _ON_THE_WAY.get(update.phase, update.phase.value),
         attempt=update.attempt,
         started_at=_stamp(update.started_at),
         finished_at=_stamp(update.finished_at) if over else None,
@@ -248,6 +278,7 @@ def _update(update: UpdateState | None, replica: Replica) -> WeightUpdate | None
                 cancel=_round(took.cancel),
                 transfer=_round(took.transfer),
                 commit=_round(took.commit),
+                steps=_steps(update),
             )
             if over
             else None
@@ -255,6 +286,8 @@ def _update(update: UpdateState | None, replica: Replica) -> WeightUpdate | None
         bytes=update.bytes if over else None,
         transport=update.transport,
         mode=update.mode,
+        path=_paths(ranks) if over else None,
+        note=_note(update, ranks) if over else None,
         message=shorten(update.message),
         by=asker(replica, update.target, _stamp(update.started_at)),
     )

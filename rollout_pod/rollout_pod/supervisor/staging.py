@@ -115,6 +115,13 @@ class Staging:
                     kind="source",
                     retryable=False,
                 )
+            if desired.transport == "cuda_ipc" and ref == desired.weights:
+                raise StageError(
+                    "transport cuda_ipc is for trainers that push; the weights agent sends through "
+                    "shared memory: ask for auto or shared_memory",
+                    kind="source",
+                    retryable=False,
+                )
             staged = await self.agent.stage(
                 session=session,
                 version=ref.version,
