@@ -18,6 +18,7 @@ from rollout_pod.protocol import (
     BASE_VERSION,
     DATA_PORT,
     DesiredDocument,
+    PushSource,
     SleepSpec,
     SleepTag,
     WeightsRef,
@@ -252,6 +253,9 @@ def update(
     url: Annotated[
         str | None, typer.Option(help="Or its URL: https://, s3://, gs:// or hf://.")
     ] = None,
+    push: Annotated[
+        bool, typer.Option("--push", help="Or a trainer on this machine pushes it.")
+    ] = False,
     step: Annotated[int | None, typer.Option(min=0, help="The trainer's counter.")] = None,
     run_dir: RunDir = _RUN_DIR,
     admin: Admin = _ADMIN_URL,
@@ -260,9 +264,12 @@ def update(
     """Load a version. Returns when every rank holds it and it is committed."""
     ref = None
     if version != BASE_VERSION:
-        if path and url:
-            raise CtlError("give --path or --url, not both")
-        source = _source(path or url or _source_of(run_dir), version)
+        if bool(path) + bool(url) + push > 1:
+            raise CtlError("give one of --path, --url and --push")
+        if push:
+            source = WeightsSource(push=PushSource())
+        else:
+            source = _source(path or url or _source_of(run_dir), version)
         ref = WeightsRef(version=version, step=step, source=source)
     with _pod(run_dir, admin) as pod:
         pod.change(lambda d: d.model_copy(update={"weights": ref}))
@@ -286,7 +293,7 @@ def _source_of(run_dir: Path) -> str:
     try:
         return (run_dir / "source").read_text()
     except FileNotFoundError:
-        raise CtlError("give --path or --url, or start the pod with --source") from None
+        raise CtlError("give --path, --url or --push, or start the pod with --source") from None
 
 
 def _pod(run_dir: Path, admin: str) -> Ctl:
