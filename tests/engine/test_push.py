@@ -60,84 +60,142 @@ def trainer_process(
         process.communicate()
 
 
-def freshly_loaded(checkpoint: Path) -> list[tuple[list[int], list[float]]]:
-    with serve_process(checkpoint) as fresh:
-        fresh.start()
-        fresh.serving("base")
-        return says(fresh)
-
-
 def says(pod: ServeProcess) -> list[tuple[list[int], list[float]]]:
     answers = [pod.generate(prompt, 40) for prompt in prompts(3)]
     return [(answer.token_ids, answer.log_probs) for answer in answers]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pushed_is_freshly_loaded(kind: Kind, versions: Path) -> None:
-    """The first push goes by vLLM's loaders, the second by the copies seen then, where it can."""
-    folder = versions / kind
-    expected = freshly_loaded(folder / "step-2")
-    with serve_process(folder / "step-0") as pod, Pusher(pod.run_dir) as pusher:
-        pod.start()
-        pod.serving("base")
-        before = says(pod)  # warms the prefix cache with the old weights
-        for number in (1, 2):
-            want(pod, f"step-{number}")
-            done = pusher.push(f"step-{number}", tensors_of(folder / f"step-{number}"))
-            assert done.sent and done.state.weight_version == f"step-{number}"
-        state = pod.serving("step-2")
-        assert says(pod) == expected != before
-        update = state.update
-        assert update and (update.transport, update.mode) == ("shared_memory", "bucketed")
-        assert update.seconds.transfer and update.seconds.paused
-        assert {"first", "load", "finish"} <= update.steps.keys()
-        assert update.bytes == sum(t.nbytes for t in tensors_of(folder / "step-2").values())
-        assert [rank.path for rank in state.ranks] == ["mixed"], "vLLM packs linear layers on CPU"
-        assert "packed" in state.ranks[0].note or state.ranks[0].note
+def serves(pod: ServeProcess, checkpoint: Path) -> bool:
+    """Every token is what a model that was loaded from there says."""
+    return all(pod.is_greedy(checkpoint, p, pod.generate(p, 40)) for p in prompts(3))
 
 
-def test_killed_in_the_middle_and_another_takes_over(versions: Path) -> None:
+@pytest.fixture(scope="module")
+def pod(versions: Path) -> Iterator[ServeProcess]:
+    with serve_process(versions / "dense" / "step-0") as made:
+        made.start()
+        made.serving("base")
+        yield made
+
+
+@pytest.fixture
+def pusher(pod: ServeProcess) -> Iterator[Pusher]:
+    with Pusher(pod.run_dir) as made:
+        yield made
+
+
+def test_what_does_not_fit_interrupts_nobody(
+    pod: ServeProcess, pusher: Pusher, versions: Path
+) -> None:
+    folder = versions / "dense"
+    pod.serving("base")
+    want(pod, "step-1")
+    wrong = tensors_of(folder / "step-1")
+    name = next(n for n in wrong if n.endswith("norm.weight"))
+    wrong[name] = wrong[name][:-1].clone()
+    with pytest.raises(PushRefused, match=name):
+        pusher.push("step-1", wrong, timeout_s=30)
+    assert pod.metric("rollout_gate_open ") == 1
+    assert serves(pod, folder / "step-0")
+    shown = pod.cli("update", "step-1", "--push", "--timeout=1")
+    assert shown.returncode == 1 and "AwaitingPush" in shown.stderr, shown.stderr
+
+
+def test_killed_in_the_middle_and_another_takes_over(pod: ServeProcess, versions: Path) -> None:
     folder = versions / "dense"
     count = len(tensors_of(folder / "step-1"))
+    # before the first byte: the old version serves on
+    want(pod, "step-1", max_attempts=9)
+    with trainer_process(pod, "step-1", folder / "step-1", 0) as trainer:
+        assert trainer.stdout and trainer.stdout.readline() == "stopped\n"
+        pod.until(lambda s: s.phase == "Updating", timeout_s=30)
+        trainer.kill()
+        state = pod.until(lambda s: s.phase == "Serving" and s.needs == "step-1")
+    assert state.weight_version == "base" and serves(pod, folder / "step-0")
+
+    # in the middle: nothing is served, and the agent brings back what it can
+    with trainer_process(pod, "step-1", folder / "step-1", count - 1) as trainer:
+        assert trainer.stdout and trainer.stdout.readline() == "stopped\n"
+        pod.until(lambda s: s.phase == "Updating", timeout_s=30)
+        trainer.kill()
+        pod.until(lambda s: not s.ready, timeout_s=30)
+        state = pod.serving("base")
+    assert state.needs == "step-1" and serves(pod, folder / "step-0")
+
+    with trainer_process(pod, "step-1", folder / "step-1") as trainer:
+        assert trainer.stdout and json.loads(trainer.stdout.readline())["version"] == "step-1"
+    pod.serving("step-1")
+    assert serves(pod, folder / "step-1")
+
+    # with nothing that the agent could bring it stays poisoned until somebody pushes
+    want(pod, "step-2", max_attempts=9)
+    with trainer_process(pod, "step-2", folder / "step-2", count - 1) as trainer:
+        assert trainer.stdout and trainer.stdout.readline() == "stopped\n"
+        pod.until(lambda s: s.phase == "Updating", timeout_s=30)
+        trainer.kill()
+    state = pod.until(lambda s: s.phase == "Poisoned" and s.needs == "step-2", timeout_s=30)
+    assert not state.ready and pod.get("/readyz") == 503
+    with trainer_process(pod, "step-2", folder / "step-2") as trainer:
+        assert trainer.stdout and json.loads(trainer.stdout.readline())["version"] == "step-2"
+    pod.serving("step-2")
+    assert serves(pod, folder / "step-2")
+
+
+def test_after_level_2_a_push_has_to_write_every_byte(
+    pod: ServeProcess, pusher: Pusher, versions: Path
+) -> None:
+    folder = versions / "dense"
+    for version in ("again-1", "again-2"):
+        want(pod, version)
+        pusher.push(version, tensors_of(folder / "step-1"))
+    assert pod.serving("again-2").ranks[0].path == "mixed"
+    want(pod, "step-2", sleep={"level": 2})
+    state = pod.until(lambda s: s.phase == "Sleeping" and s.weight_version is None)
+    assert state.needs is None
+    want(pod, "step-2", sleep={"level": 2, "tags": ["kv_cache"]})
+    done = pusher.push("step-2", tensors_of(folder / "step-2"))
+    rank = done.state.ranks[0]
+    assert rank.path == "reference" and "every byte" in rank.note
+    want(pod, "step-2", sleep=None)
+    pod.serving("step-2")
+    assert serves(pod, folder / "step-2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pushed_is_freshly_loaded(
+    kind: Kind, versions: Path, request: pytest.FixtureRequest
+) -> None:
+    """The first push goes by vLLM's loaders, the second by the copies seen then, where it can."""
+    folder = versions / kind
+    if kind == "dense":
+        check_pushed(request.getfixturevalue("pod"), folder)
+        pushed = says(request.getfixturevalue("pod"))
+        with serve_process(folder / "step-2") as fresh:
+            fresh.start()
+            fresh.serving("base")
+            assert says(fresh) == pushed, "to the last bit of the log-probs"
+        return
     with serve_process(folder / "step-0") as pod:
         pod.start()
         pod.serving("base")
-        expected = says(pod)
-        # before the first byte: the old version serves on
-        want(pod, "step-1", max_attempts=9)
-        with trainer_process(pod, "step-1", folder / "step-1", 0) as trainer:
-            assert trainer.stdout and trainer.stdout.readline() == "stopped\n"
-            pod.until(lambda s: s.phase == "Updating", timeout_s=30)
-            trainer.kill()
-            state = pod.until(lambda s: s.phase == "Serving" and s.needs == "step-1")
-        assert (state.weight_version, says(pod)) == ("base", expected)
+        check_pushed(pod, folder)
 
-        # in the middle: nothing is served, and the agent brings back what it can
-        with trainer_process(pod, "step-1", folder / "step-1", count - 1) as trainer:
-            assert trainer.stdout and trainer.stdout.readline() == "stopped\n"
-            pod.until(lambda s: s.phase == "Updating", timeout_s=30)
-            trainer.kill()
-            pod.until(lambda s: not s.ready, timeout_s=30)
-            state = pod.serving("base")
-        assert state.needs == "step-1" and says(pod) == expected
 
-        with trainer_process(pod, "step-1", folder / "step-1") as trainer:
-            assert trainer.stdout and json.loads(trainer.stdout.readline())["version"] == "step-1"
-        pod.serving("step-1")
-        assert says(pod) != expected
-
-        # with nothing that the agent could bring it stays poisoned until somebody pushes
-        want(pod, "step-2", max_attempts=9)
-        with trainer_process(pod, "step-2", folder / "step-2", count - 1) as trainer:
-            assert trainer.stdout and trainer.stdout.readline() == "stopped\n"
-            pod.until(lambda s: s.phase == "Updating", timeout_s=30)
-            trainer.kill()
-        state = pod.until(lambda s: s.phase == "Poisoned" and s.needs == "step-2", timeout_s=30)
-        assert not state.ready and pod.get("/readyz") == 503
-        with trainer_process(pod, "step-2", folder / "step-2") as trainer:
-            assert trainer.stdout and json.loads(trainer.stdout.readline())["version"] == "step-2"
-        pod.serving("step-2")
-        assert says(pod) == freshly_loaded(folder / "step-2")
+def check_pushed(pod: ServeProcess, folder: Path) -> None:
+    says(pod)  # warms the prefix cache with other weights
+    with Pusher(pod.run_dir) as pusher:
+        for seed in (1, 2):
+            want(pod, f"pushed-{seed}")
+            done = pusher.push(f"pushed-{seed}", tensors_of(folder / f"step-{seed}"))
+            assert done.sent and done.state.weight_version == f"pushed-{seed}"
+        state = pod.serving("pushed-2")
+        assert serves(pod, folder / "step-2")
+    update = state.update
+    assert update and (update.transport, update.mode) == ("shared_memory", "bucketed")
+    assert update.seconds.transfer and update.seconds.paused
+    assert {"first", "load", "finish"} <= update.steps.keys()
+    assert update.bytes == sum(t.nbytes for t in tensors_of(folder / "step-2").values())
+    assert state.ranks[0].path == "mixed" and state.ranks[0].note, "vLLM packs layers on CPU"
 
 
 def test_a_restarted_container_needs_what_it_held(versions: Path) -> None:
@@ -152,7 +210,6 @@ def test_a_restarted_container_needs_what_it_held(versions: Path) -> None:
         want(pod, "step-1")
         pusher.push("step-1", tensors_of(folder / "step-1"))
         pod.serving("step-1")
-        expected = says(pod)
         pod.kill()
         pod.start(f"--desired-file={first}")
         state = pod.until(lambda s: s.needs == "step-1")
@@ -160,7 +217,7 @@ def test_a_restarted_container_needs_what_it_held(versions: Path) -> None:
         done = pusher.push("step-1", tensors_of(folder / "step-1"), timeout_s=60)
         assert done.sent is not None
         pod.serving("step-1")
-        assert says(pod) == expected
+        assert serves(pod, folder / "step-1")
 
 
 def test_pushes_under_load_lose_no_token_and_leave_nothing(versions: Path) -> None:
@@ -244,21 +301,3 @@ def usage(pod: ServeProcess) -> tuple[int, int]:
         sum(p.num_fds() for p in family),
         sum(p.memory_full_info().uss for p in family),
     )
-
-
-def test_what_does_not_fit_interrupts_nobody(versions: Path) -> None:
-    folder = versions / "dense"
-    with serve_process(folder / "step-0") as pod, Pusher(pod.run_dir) as pusher:
-        pod.start()
-        pod.serving("base")
-        expected = says(pod)
-        want(pod, "step-1")
-        wrong = tensors_of(folder / "step-1")
-        name = next(n for n in wrong if n.endswith("norm.weight"))
-        wrong[name] = wrong[name][:-1].clone()
-        with pytest.raises(PushRefused, match=name):
-            pusher.push("step-1", wrong, timeout_s=30)
-        assert pod.metric("rollout_gate_open ") == 1
-        assert says(pod) == expected
-        shown = pod.cli("update", "step-1", "--push", "--timeout=1")
-        assert shown.returncode == 1 and "AwaitingPush" in shown.stderr

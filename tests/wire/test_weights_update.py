@@ -10,6 +10,7 @@ import torch
 
 from rollout_pod.weights.agent_client import AgentClient
 from rollout_pod.weights.receiver import Receiver
+from tests.support.fake_device import FakeDevice
 from tests.support.weights import (
     ModelLoader,
     Place,
@@ -52,6 +53,37 @@ async def update(
     assert sent.bytes == staged.bytes == reports[0].bytes
     assert reports[0].tensors == staged.tensors
     await client.committed(session=session)
+
+
+async def test_what_is_staged_is_pinned_before_the_gate_closes(
+    place: Place, client: AgentClient, tmp_path: Path
+) -> None:
+    """Both versions that the agent holds stay pinned, each once; on a rank with a GPU."""
+    gpu = FakeDevice(place.root / "gpu")
+    place.start_receivers(expected_of(mixed_tensors(0)), device=gpu)
+    place.start_agent()
+    for number in range(4):
+        tensors = mixed_tensors(number)
+        path = write_checkpoint(tmp_path / f"step-{number}", tensors)
+        stage = {
+            "session": f"s{number}", "version": f"step-{number}", "path": path,
+            "rank_sockets": place.rank_sockets, "bucket_bytes": 4096, "timeout_s": 30,
+        }  # fmt: skip
+        await client.stage(**stage)
+        pinned = sorted(gpu.pinned.values())
+        assert len(pinned) == min(2, number + 1), "the committed one and the next"
+        calls = gpu.calls["register"]
+        loader = ModelLoader()
+        load = asyncio.to_thread(
+            place.receivers[0].load, f"s{number}", loader, version=f"step-{number}", flush=False,
+            timeout_s=30,
+        )  # fmt: skip
+        report, _ = await asyncio.gather(load, client.send(session=f"s{number}", timeout_s=30))
+        assert report.ok and same(loader.model, tensors)
+        assert (report.transport, report.mode) == ("shared_memory", "bucketed")
+        assert gpu.calls["register"] == calls, "nothing is pinned during an update"
+        await client.committed(session=f"s{number}")
+    assert gpu.calls["register"] == 2, "memory that is used again is pinned already"
 
 
 @pytest.mark.parametrize("bucket_bytes", [256, 1000, 4096, 1 << 20])

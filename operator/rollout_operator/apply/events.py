@@ -53,7 +53,7 @@ def transitions(old: ReplicaStatus, new: ReplicaStatus) -> list[tuple[Kind, str,
     if committed is not None and committed != old.last_committed:
         text = f"every rank holds {committed.version}"
         updated: list[tuple[Kind, str, str]] = [("Normal", "WeightsCommitted", text)]
-        if before is not None and before.reason == Reason.UPDATING:
+        if before is not None and before.reason in (Reason.UPDATING, Reason.AWAITING_PUSH):
             return updated
         return updated + _changed(before, after)
     return _changed(before, after)

@@ -1,10 +1,15 @@
-"""Whether a named transport can work between a sender and the ranks, before a byte is sent."""
+"""The sender that fits a pod: whether a named transport can work between it and the ranks, before a
+byte is sent.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rollout_pod.protocol import PushTarget, Transport
 from rollout_pod.weights.device import Device
 from rollout_pod.weights.push_errors import PushRefused
+from rollout_pod.weights.trainer import Mode, WeightSender
 
 
 def checked_ranks(target: PushTarget, ranks: Sequence[int] | None) -> Sequence[int]:
@@ -49,3 +54,52 @@ def checked_transport(
                 f"{there or 'no GPU'}; place both on one GPU, or ask for transport auto"
             )
     return asked
+
+
+@dataclass
+class Placement:
+    """What one process wants of its sender, and the sender itself, kept as long as it fits."""
+
+    shm_dir: Path | None
+    """None takes what the pod says."""
+    device: Device | None
+    transport: Transport
+    mode: Mode
+    bucket_bytes: int | None
+    """None takes what the pod's document names."""
+    ranks: tuple[int, ...] | None
+    _sender: WeightSender | None = None
+    _made_for: tuple[object, ...] = ()
+
+    @property
+    def sender(self) -> WeightSender | None:
+        """The present one."""
+        return self._sender
+
+    def sender_for(self, target: PushTarget) -> WeightSender:
+        """The one of the last push, unless the pod is another, or asks for something else.
+
+        Raises:
+            PushRefused: see ``checked_ranks`` and ``checked_transport``.
+        """
+        numbers = checked_ranks(target, self.ranks)
+        transport = checked_transport(target, self.transport, self.device, numbers)
+        bucket_bytes = self.bucket_bytes or target.bucket_bytes
+        shm_dir = self.shm_dir or Path(target.shm_dir)
+        key = (target.boot_id, transport, bucket_bytes, shm_dir)
+        if self._sender is not None and self._made_for == key:
+            return self._sender
+        self.close()
+        self._sender = WeightSender(
+            [Path(target.sockets[rank]) for rank in numbers], shm_dir=shm_dir,
+            transport=transport, mode=self.mode, bucket_bytes=bucket_bytes, device=self.device,
+            ranks=self.ranks, world=target.world,
+        )  # fmt: skip
+        self._made_for = key
+        return self._sender
+
+    def close(self) -> None:
+        """Let the ranks unmap the sender's memory. Idempotent."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()

@@ -25,17 +25,12 @@ from rollout_pod.weights.push_errors import (
     PushTimeout,
 )
 from rollout_pod.weights.push_link import PushLink, Refusal, Watch
-from rollout_pod.weights.push_placement import checked_ranks, checked_transport
-from rollout_pod.weights.push_verdict import (
-    PASSING,
-    NotNow,
-    after_the_offer,
-    before_the_offer,
-    never_needed,
-)
+from rollout_pod.weights.push_placement import Placement
+from rollout_pod.weights.push_verdict import NotNow, after_the_offer, before_the_offer
+from rollout_pod.weights.push_waiting import RETRY_S, until_needed
 from rollout_pod.weights.segment import RoomError
 from rollout_pod.weights.sender import ManifestError, RanksError, SessionError
-from rollout_pod.weights.trainer import Mode, SentWeights, Tensors, Transport, WeightSender
+from rollout_pod.weights.trainer import Mode, SentWeights, Tensors, Transport
 
 __all__ = [
     "NotDesired",
@@ -53,9 +48,6 @@ RUN_DIR: Final = "ROLLOUT_RUN_DIR"
 SHM_DIR: Final = "ROLLOUT_SHM_DIR"
 """The same for the memory that is shared with the ranks."""
 
-HOLD_S: Final = 10.0
-RETRY_S: Final = 0.2
-"""Between two looks at a pod that is not there, or whose ranks are busy."""
 LAST_WORDS_S: Final = 5.0
 """How long the pod may take to say how a failed session ended."""
 
@@ -111,15 +103,12 @@ class Pusher:
             raise ValueError(f"run_dir: name the pod's run folder, or set {RUN_DIR}")
         shared = shm_dir or os.environ.get(SHM_DIR)
         self._link = PushLink(Path(where))
-        self._shm_dir = Path(shared) if shared else None
-        self._device = device
-        self._transport: Transport = transport
-        self._mode: Mode = mode
-        self._bucket_bytes = bucket_bytes
-        self._ranks = tuple(ranks) if ranks is not None else None
-        self._sender: WeightSender | None = None
-        self._made_for: tuple[object, ...] = ()
-        self._cancelled = threading.Event()
+        self._placement = Placement(
+            Path(shared) if shared else None, device, transport, mode, bucket_bytes,
+            tuple(ranks) if ranks is not None else None,
+        )  # fmt: skip
+        self._stop = threading.Event()
+        """Of the push that is on."""
         self._busy = threading.Lock()
 
     # --- what the pod says ---
@@ -176,21 +165,9 @@ class Pusher:
             PushTimeout: the time is over.
             PodGone: the pod ended, or is not there.
         """
-        deadline = time.monotonic() + timeout_s
-        with self._alone():
-            while True:
-                target, state = self._needed(version, deadline)
-                if target is None:
-                    return Pushed(version, None, state)
-                try:
-                    return self._push(
-                        target, version, tensors, manifest, deadline,
-                        session or uuid.uuid4().hex, on_accepted,
-                    )  # fmt: skip
-                except NotNow as error:
-                    if session is not None:  # the others of it have begun theirs
-                        raise PushRefused(f"{version}: {error}", state) from error
-                    self._pause(deadline, f"{version}: not begun: {error}", state)
+        return self._run(
+            threading.Event(), version, tensors, manifest, timeout_s, session, on_accepted
+        )
 
     async def push_async(
         self,
@@ -205,21 +182,18 @@ class Pusher:
         """``push`` on a thread, where ``tensors`` and ``on_accepted`` are called too. Cancelled, it
         gives the session up before it returns.
         """
+        stop = threading.Event()
         work = asyncio.ensure_future(
             asyncio.to_thread(
-                self.push,
-                version,
-                tensors,
-                manifest=manifest,
-                timeout_s=timeout_s,
-                session=session,
-                on_accepted=on_accepted,
+                self._run, stop, version, tensors, manifest, timeout_s, session, on_accepted
             )
         )
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            self.cancel()
+            stop.set()
+            if self._stop is stop:
+                self.cancel()
             await asyncio.wait({work})
             if not work.cancelled():
                 work.exception()
@@ -243,9 +217,9 @@ class Pusher:
             PushRefused, PushFailed, PodGone: as ``push``.
         """
         deadline = time.monotonic() + timeout_s
-        with self._alone():
+        with self._alone(threading.Event()):
             target = self.target()
-            sender = self._sender_for(target)
+            sender = self._placement.sender_for(target)
             try:
                 return sender.send(
                     version, tensors, manifest=manifest, session=session,
@@ -258,16 +232,14 @@ class Pusher:
 
     def cancel(self) -> None:
         """Let the push that is on give up, from any thread."""
-        self._cancelled.set()
-        sender = self._sender
+        self._stop.set()
+        sender = self._placement.sender
         if sender is not None:
             sender.cancel.set()
 
     def close(self) -> None:
         """Let the ranks unmap this process's memory, and close everything. Idempotent."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
+        self._placement.close()
 
     def __enter__(self) -> Self:
         return self
@@ -283,32 +255,31 @@ class Pusher:
 
     # --- the steps ---
 
-    def _needed(self, version: str, deadline: float) -> tuple[PushTarget | None, StateDocument]:
-        """The target as soon as it needs ``version``; None if that is committed already."""
-        state: StateDocument | None = None
-        gone: PodGone | None = None
-        after: str | None = None
-        while True:
-            self._check_cancelled(state)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise never_needed(version, state, gone)
-            try:
-                state = self._link.state(after=after, hold_s=min(HOLD_S, left))
-                gone, after = None, f"{state.boot_id}:{state.revision}"
-                if state.weight_version == version:
-                    return None, state
-                if state.needs == version:
-                    return self._link.target(), state
-            except PodGone as error:
-                gone, after = error, None
-                self._cancelled.wait(min(RETRY_S, left))
-            except Refusal as error:
-                if error.problem.code not in PASSING:
-                    raise PushRefused(str(error), state) from error
-                self._cancelled.wait(min(RETRY_S, left))
-            else:
-                _check_rejected(version, state)
+    def _run(
+        self,
+        stop: threading.Event,
+        version: str,
+        tensors: Tensors,
+        manifest: Manifest | None,
+        timeout_s: float,
+        session: str | None,
+        on_accepted: Callable[[str], None] | None,
+    ) -> Pushed:
+        deadline = time.monotonic() + timeout_s
+        with self._alone(stop):
+            while True:
+                target, state = until_needed(self._link, version, deadline=deadline, cancelled=stop)
+                if target is None:
+                    return Pushed(version, None, state)
+                try:
+                    return self._push(
+                        target, version, tensors, manifest, deadline,
+                        session or uuid.uuid4().hex, on_accepted, stop,
+                    )  # fmt: skip
+                except NotNow as error:
+                    if session is not None:  # the others of it have begun theirs
+                        raise PushRefused(f"{version}: {error}", state) from error
+                    _pause(stop, deadline, f"{version}: not begun: {error}", state)
 
     def _push(
         self,
@@ -319,14 +290,17 @@ class Pusher:
         deadline: float,
         session: str,
         on_accepted: Callable[[str], None] | None,
+        stop: threading.Event,
     ) -> Pushed:
-        sender = self._sender_for(target)
+        sender = self._placement.sender_for(target)
         watch = Watch(self._link, session, deadline=deadline + LAST_WORDS_S)
         watch.on_trouble = sender.cancel
 
         def accepted(name: str) -> None:
             if on_accepted is not None:
                 on_accepted(name)
+            if stop.is_set():
+                raise PushFailed(f"{version}: given up by its sender")
             agreed = sender.accepted
             assert agreed is not None  # noqa: S101 - set before this is called
             offer = PushOffer(
@@ -354,7 +328,7 @@ class Pusher:
                 watch.join(LAST_WORDS_S)
             if not isinstance(error, Exception):
                 raise
-            if self._cancelled.is_set():
+            if stop.is_set():
                 raise PushFailed(f"{version}: given up by its sender") from error
             if began:
                 raise after_the_offer(error, version, watch) from error
@@ -364,56 +338,25 @@ class Pusher:
             sender.cancel.clear()
         return Pushed(version, sent, watch.status.state)
 
-    def _sender_for(self, target: PushTarget) -> WeightSender:
-        """The one of the last push, unless the pod is another, or asks for something else."""
-        numbers = checked_ranks(target, self._ranks)
-        transport = checked_transport(target, self._transport, self._device, numbers)
-        bucket_bytes = self._bucket_bytes or target.bucket_bytes
-        shm_dir = self._shm_dir or Path(target.shm_dir)
-        key = (target.boot_id, transport, bucket_bytes, shm_dir)
-        if self._sender is not None and self._made_for == key:
-            return self._sender
-        if self._sender is not None:
-            self._sender.close()
-        self._sender = WeightSender(
-            [Path(target.sockets[rank]) for rank in numbers], shm_dir=shm_dir,
-            transport=transport, mode=self._mode, bucket_bytes=bucket_bytes, device=self._device,
-            ranks=self._ranks, world=target.world,
-        )  # fmt: skip
-        self._made_for = key
-        return self._sender
-
     def _give_up(self, session: str, error: BaseException) -> None:
         # it may never have known of it, or be gone: the ranks were told as well
         with suppress(PushError, Refusal):
             self._link.give_up(session, f"{type(error).__name__}: {error}")
 
-    def _pause(self, deadline: float, why: str, state: StateDocument) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise PushTimeout(why, state)
-        self._cancelled.wait(min(RETRY_S, left))
-
-    def _check_cancelled(self, state: StateDocument | None) -> None:
-        if self._cancelled.is_set():
-            raise PushFailed("given up by its sender", state)
-
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, stop: threading.Event) -> Iterator[None]:
         """One push at a time; a cancel is of the push that is on."""
         if not self._busy.acquire(blocking=False):
             raise PushRefused("this pusher is pushing already: one version after the other")
-        self._cancelled.clear()
+        self._stop = stop
         try:
             yield
         finally:
             self._busy.release()
 
 
-def _check_rejected(version: str, state: StateDocument) -> None:
-    if state.rejected and state.rejected.version == version == state.desired_version:
-        raise PushRefused(
-            f"{version} was rejected: {state.rejected_message}; ask for another version, or give "
-            "it another step, to have it tried again",
-            state,
-        )
+def _pause(stop: threading.Event, deadline: float, why: str, state: StateDocument) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise PushTimeout(why, state)
+    stop.wait(min(RETRY_S, left))
