@@ -56,6 +56,8 @@ async def test_a_folder_that_is_no_model(tmp_path):
         (["--stream-interval=2"], "--stream-interval must be 1"),
         (["--enable-sleep-mode"], "Sleep mode is not supported"),
         (["--max-model-len=99999"], "max_model_len (99999) is greater"),
+        # that the CPU build does not have: experts are told of on a GPU only
+        (["--enable-return-routed-experts"], "Model Runner V2"),
     ],
 )
 async def test_arguments_that_the_engine_does_not_take(args, words):
