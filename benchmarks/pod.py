@@ -28,7 +28,13 @@ from rollout_pod.supervisor.supervisor import Supervisor
 from rollout_pod.weights.agent_client import AgentClient
 from tests.support.process import free_port
 
-CPU_ARGS = ("--dtype=float32", "--max-model-len=2048", "--max-num-seqs=256")
+CPU_ARGS = (
+    "--dtype=float32",
+    "--max-model-len=2048",
+    "--max-num-seqs=256",
+    # vLLM's own server would take most of the machine's memory
+    f"--kv-cache-memory-bytes={256 << 20}",
+)
 GPU_ARGS = (
     "--dtype=bfloat16",
     "--max-model-len=2048",
