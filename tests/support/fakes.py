@@ -17,6 +17,7 @@ from rollout_pod.engine.base import (
     CacheReport,
     EngineDeadError,
     EngineDelta,
+    EngineError,
     EngineHungError,
     EngineInternalError,
     EngineOutput,
@@ -261,6 +262,16 @@ class FakeEngine:
                 r, "host", r != 0, version, error="scripted" if r == 0 else "", touched=touched
             )
             for r in range(self.world)
+        )
+
+    async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:
+        raise EngineError("no memory is reserved for the next version")
+
+    async def switch_weights(self, version: str, *, timeout_s: float) -> tuple[RankReport, ...]:
+        why = "nothing was staged"
+        return tuple(
+            RankReport(rank, "host", False, version, error=why, touched=False)
+            for rank in range(self.world)
         )
 
     async def clear_caches(self) -> CacheReport:

@@ -316,6 +316,24 @@ class EngineContract:
         await within(CALL_S, engine.resume())
         assert (await ask(subject, engine, 16)).token_ids == before.token_ids
 
+    async def test_only_what_was_staged_is_switched_to(
+        self, subject: EngineSubject, engine: Engine
+    ) -> None:
+        """An engine that reserves no memory for the next version says so; nothing is touched."""
+        before = await ask(subject, engine, 16)
+        with pytest.raises(EngineError) as caught:
+            await within(
+                CALL_S,
+                engine.stage_weights(uuid.uuid4().hex, version="step-1", timeout_s=MUTE_S),
+            )
+        assert str(caught.value).strip()
+        await within(CALL_S, engine.pause())
+        reports = await within(CALL_S, engine.switch_weights("step-1", timeout_s=MUTE_S))
+        assert_failed(engine, reports)
+        assert not any(report.touched for report in reports)
+        await within(CALL_S, engine.resume())
+        assert (await ask(subject, engine, 16)).token_ids == before.token_ids
+
     async def test_a_lost_sender_is_repaired_by_a_complete_load(
         self, subject: EngineSubject, engine: Engine, fresh: dict[str, tuple[int, ...]]
     ) -> None:
