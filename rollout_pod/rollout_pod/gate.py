@@ -12,6 +12,19 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rollout_pod.admission import (
+    Admission,
+    CancelCounts,
+    CancelTimeout,
+    Draining,
+    DuplicateRequest,
+    Finished,
+    GateStayedClosed,
+    Live,
+    NotReady,
+    OnTokens,
+    Refused,
+)
 from rollout_pod.engine.base import (
     EngineDelta,
     EngineInternalError,
@@ -33,109 +46,6 @@ ABORT_S = 60.0
 
 _ABANDON_S = 60.0
 """How long the engine may take to end a request whose caller has gone."""
-
-
-class NotReady(Exception):
-    """No version is committed: nothing may be served."""
-
-
-class Draining(Exception):
-    """The pod is on its way out."""
-
-
-class DuplicateRequest(Exception):
-    """A request with this id is alive."""
-
-
-class GateStayedClosed(Exception):
-    """A parked request's time is over."""
-
-
-class CancelTimeout(Exception):
-    """The engine did not let go of its requests in time."""
-
-
-@dataclass(frozen=True)
-class Admission:
-    """What was in force when a request passed the gate."""
-
-    weights: WeightsRef
-    generation: int
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens [start, end) were sampled by ``weights``."""
-
-    weights: WeightsRef
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The engine's final output, with the reason if it was cut."""
-
-    output: EngineOutput
-    admission: Admission
-    cancel_reason: CancelReason | None
-    spans: tuple[Span, ...]
-    """Cover all tokens of ``output``."""
-
-
-OnTokens = Callable[[EngineDelta, WeightsRef], None]
-"""Told of tokens as they come, and of the version that sampled them."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The gate was closed; the engine never saw the request."""
-
-    generation: int
-    cancel_reason: CancelReason = CancelReason.REFUSED
-
-
-@dataclass
-class _Live:
-    engine_id: str
-    admission: Admission
-    is_tracked: bool
-    """Its tokens are noted as they come, so that they may be of several versions. Others are cut
-    before the weights change: all of their tokens are of the version that they were admitted to."""
-    task: asyncio.Task[EngineOutput] = field(init=False)
-    cancel_reason: CancelReason | None = None
-    spans: list[Span] = field(default_factory=list)
-
-    def note(self, weights: WeightsRef, count: int) -> None:
-        """``count`` tokens came, sampled by ``weights``."""
-        start = end = self.spans[-1].end if self.spans else 0
-        if self.spans and self.spans[-1].weights == weights:
-            start = self.spans.pop().start
-        self.spans.append(Span(weights, start, end + count))
-
-    def spans_of(self, output: EngineOutput) -> tuple[Span, ...]:
-        """Which version sampled which tokens of the final output."""
-        n = len(output.token_ids)
-        if not self.is_tracked:
-            return (Span(self.admission.weights, 0, n),) if n else ()
-        noted = self.spans[-1].end if self.spans else 0
-        if noted != n:
-            raise AssertionError(f"{noted} tokens were noted of {n}")
-        return tuple(self.spans)
-
-
-@dataclass(frozen=True)
-class CancelCounts:
-    """What one ``cancel`` did."""
-
-    aborted: int
-    finished: int
-    """Ended by themselves while the cancel went on."""
-    tokens_returned: int
-    """Of the aborted ones."""
-    kept: int
-    """Still in the engine."""
-    seconds: float
 
 
 @dataclass
@@ -178,7 +88,7 @@ class Gate:
     is_draining: bool = False
     name: str = ""
     """Sets the engine's ids of this gate's requests apart from those of other gates."""
-    _live: dict[str, _Live] = field(default_factory=dict)
+    _live: dict[str, Live] = field(default_factory=dict)
     _parked: set[str] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _drain_began: float | None = None
@@ -419,14 +329,14 @@ class Gate:
 
     def _admit(
         self, request_id: str, make: Callable[[str], EngineRequest], on_delta: OnTokens | None
-    ) -> _Live:
+    ) -> Live:
         """Gate check, registration and hand-over, with no await between them."""
         if self.weights is None or not self.is_open:
             raise RuntimeError("admission behind a closed gate")
         self._serial += 1
         engine_id = f"{request_id}#{self.name}{self._serial}"
         admission = Admission(self.weights, self.generation)
-        live = _Live(engine_id, admission, is_tracked=self.keeps or on_delta is not None)
+        live = Live(engine_id, admission, is_tracked=self.keeps or on_delta is not None)
 
         def note(delta: EngineDelta) -> None:
             # the gate is closed while ``weights`` changes, and no token comes then
@@ -442,7 +352,7 @@ class Gate:
         self._live[request_id] = live
         return live
 
-    async def _finish(self, live: _Live, watcher: asyncio.Task[None] | None) -> Finished:
+    async def _finish(self, live: Live, watcher: asyncio.Task[None] | None) -> Finished:
         """Read the final output whatever happens to the caller: an engine request is ended by
         ``abort`` only, never by cancelling the task that reads it.
         """
@@ -464,14 +374,14 @@ class Gate:
             self._tally.finished += 1
         return finished
 
-    def _finished(self, live: _Live) -> Finished:
+    def _finished(self, live: Live) -> Finished:
         output = live.task.result()
         reason = None
         if output.finish_reason == "abort":
             reason = live.cancel_reason or CancelReason.CANCELLED
         return Finished(output, live.admission, reason, live.spans_of(output))
 
-    async def _abandon(self, live: _Live) -> None:
+    async def _abandon(self, live: Live) -> None:
         """Nobody waits for this request any more: end it in the engine and read what it had."""
         live.cancel_reason = live.cancel_reason or CancelReason.CANCELLED
         live.task.add_done_callback(_seen)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeGuard
 
+from rollout_pod.admission import Admission, DuplicateRequest, Finished, OnTokens, Refused
 from rollout_pod.engine.base import (
     Engine,
     EngineOutput,
@@ -22,7 +23,7 @@ from rollout_pod.engine.base import (
     PromptLogProbs,
     TopLogProb,
 )
-from rollout_pod.gate import Admission, DuplicateRequest, Finished, Gate, OnTokens, Refused
+from rollout_pod.gate import Gate
 from rollout_pod.protocol import (
     CancelReason,
     FinishReason,

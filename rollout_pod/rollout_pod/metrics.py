@@ -13,7 +13,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from rollout_pod.gate import CancelCounts
+from rollout_pod.admission import CancelCounts
 from rollout_pod.protocol import UpdatePhase, UpdateState
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)

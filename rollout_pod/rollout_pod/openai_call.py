@@ -5,9 +5,10 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
+from rollout_pod.admission import Draining, Finished, Refused
 from rollout_pod.engine.base import EngineOutput, EngineRequest
 from rollout_pod.engine.front_end import Passage
-from rollout_pod.gate import Draining, Finished, Gate, Refused
+from rollout_pod.gate import Gate
 from rollout_pod.protocol import (
     CancelReason,
     ChoiceWeightVersionSpan,

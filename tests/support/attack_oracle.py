@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_pod.admission import Admission, Draining, GateStayedClosed, NotReady
 from rollout_pod.engine.base import EngineDeadError, EngineDelta, EngineInternalError
 from rollout_pod.engine.front_end import Passage
-from rollout_pod.gate import Admission, Draining, GateStayedClosed, NotReady
 from rollout_pod.protocol import (
     BASE_VERSION,
     DesiredDocument,

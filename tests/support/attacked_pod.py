@@ -12,10 +12,11 @@ from typing import Any
 
 import structlog
 
+from rollout_pod.admission import Draining, DuplicateRequest, NotReady
 from rollout_pod.engine.base import EngineDeadError, EngineRequest
 from rollout_pod.front_ends.channel import CallFailed, ChannelClosed
 from rollout_pod.front_ends.shared_gate import SharedGate
-from rollout_pod.gate import Draining, DuplicateRequest, Gate, NotReady
+from rollout_pod.gate import Gate
 from rollout_pod.generation import Generation
 from rollout_pod.openai_call import GatedCall
 from rollout_pod.protocol import (

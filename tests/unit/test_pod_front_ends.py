@@ -5,12 +5,12 @@ import time
 
 import pytest
 
+from rollout_pod.admission import CancelTimeout, DuplicateRequest, NotReady
 from rollout_pod.engine.base import EngineDeadError
 from rollout_pod.front_ends.channel import CallFailed, ChannelClosed
 from rollout_pod.front_ends.merge import merge_metrics
 from rollout_pod.front_ends.settings import split_count
 from rollout_pod.front_ends.shared_gate import SharedGate
-from rollout_pod.gate import CancelTimeout, DuplicateRequest, NotReady
 from rollout_pod.protocol import CancelReason, GenerateRequest, InterruptionMode, WeightsRef
 from tests.support.fakes import FakeEngine
 from tests.support.front_ends import Attached, channel_pair, front_ends_of

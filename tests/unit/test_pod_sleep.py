@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout_pod.admission import NotReady
 from rollout_pod.engine.base import EngineError, SleepUnsupported
-from rollout_pod.gate import NotReady
 from rollout_pod.protocol import SleepTag, StateDocument
 from rollout_pod.supervisor import acts, staging
 from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp

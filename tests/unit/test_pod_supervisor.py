@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollout_pod.admission import Draining, DuplicateRequest, GateStayedClosed, NotReady
 from rollout_pod.engine.base import EngineDeadError, EngineError, EngineStartError
-from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotReady
 from rollout_pod.protocol import (
     DesiredDocument,
     GenerateRequest,

@@ -10,9 +10,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_pod.admission import CancelCounts, CancelTimeout
 from rollout_pod.engine.base import Engine
 from rollout_pod.front_ends.channel import CallFailed, Channel, ChannelClosed
-from rollout_pod.gate import ABORT_S, CancelCounts, CancelTimeout, Gate
+from rollout_pod.gate import ABORT_S, Gate
 from rollout_pod.protocol import CancelReason, InterruptionMode, WeightsRef
 
 _ATTACH_S = 120.0

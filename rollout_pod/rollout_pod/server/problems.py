@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
+from rollout_pod.admission import Draining, DuplicateRequest, GateStayedClosed, NotReady
 from rollout_pod.engine.base import (
     EngineDeadError,
     EngineError,
@@ -19,7 +20,6 @@ from rollout_pod.engine.base import (
     InvalidSamplingParams,
 )
 from rollout_pod.engine.front_end import NoFrontEnd
-from rollout_pod.gate import Draining, DuplicateRequest, GateStayedClosed, NotReady
 from rollout_pod.generation import PromptTooLong
 from rollout_pod.protocol import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.problem import FieldError

@@ -16,8 +16,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
+from rollout_pod.admission import Admission
 from rollout_pod.engine.base import EngineDelta
-from rollout_pod.gate import Admission
 from rollout_pod.generation import tops_of
 from rollout_pod.protocol import (
     FinishReason,

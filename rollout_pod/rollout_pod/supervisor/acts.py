@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from rollout_pod.admission import CancelTimeout
 from rollout_pod.engine.base import (
     Engine,
     EngineDeadError,
@@ -19,7 +20,7 @@ from rollout_pod.engine.base import (
     EngineHungError,
     RankReport,
 )
-from rollout_pod.gate import CancelTimeout, Gate
+from rollout_pod.gate import Gate
 from rollout_pod.metrics import PodMetrics
 from rollout_pod.protocol import (
     CancelReason,
