@@ -15,9 +15,9 @@ from tests.support.process import GREEDY, ServeProcess, serve_process
 
 CALLERS = 4
 LONG = 1900
-IN_FLIGHT_S = 20.0
+IN_FLIGHT_S = 30.0
 """Of which the pod itself needs some two; the rest is the engine's dying process."""
-IDLE_S = 25.0
+IDLE_S = 35.0
 """The same, after the next heartbeat."""
 
 
