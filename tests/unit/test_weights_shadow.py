@@ -101,12 +101,15 @@ GIB = 1 << 30
 )
 def test_a_slot_that_leaves_nothing_is_refused_in_numbers(kv_cache, utilization, words) -> None:
     problem = refusal(
-        16 * GIB, free=80 * GIB, total=100 * GIB, utilization=utilization, kv_cache=kv_cache
-    )
+        16 * GIB, used=20 * GIB, free=80 * GIB, total=100 * GIB, utilization=utilization,
+        kv_cache=kv_cache,
+    )  # fmt: skip
     if words is None:
         assert problem == ""
     elif kv_cache:
         assert words in problem and "70.00 GiB for the KV cache" in problem
     else:
-        problem = refusal(32 * GIB, free=80 * GIB, total=100 * GIB, utilization=0.5, kv_cache=None)
-        assert words in problem and "32.00 GiB" in problem and "20.00 GiB in use" in problem
+        problem = refusal(
+            32 * GIB, used=20 * GIB, free=60 * GIB, total=100 * GIB, utilization=0.5, kv_cache=None
+        )
+        assert words in problem and "32.00 GiB" in problem and "20.00 GiB of the model" in problem

@@ -59,8 +59,12 @@ def reserve(worker: Any) -> Shadow:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(ordinal)
     config = worker.vllm_config.cache_config
+    # vLLM counts what it took itself, not what a trainer on the same GPU has
+    begun = getattr(worker, "init_snapshot", None)
+    used = (begun.free_memory if begun is not None else total) - free
     problem = refusal(
         nbytes,
+        used=used,
         free=free,
         total=total,
         utilization=config.gpu_memory_utilization,
@@ -89,17 +93,19 @@ def slot_bytes(model: torch.nn.Module) -> int:
     return room_for(list(storages.values()))
 
 
-def refusal(nbytes: int, *, free: int, total: int, utilization: float, kv_cache: int | None) -> str:
+def refusal(
+    nbytes: int, *, used: int, free: int, total: int, utilization: float, kv_cache: int | None
+) -> str:
     """Why there is no room, in numbers; empty if there is. All in bytes, when the model is loaded.
 
     Args:
         nbytes: of the slot.
+        used: by the engine so far.
         free: of the GPU's memory.
         total: the GPU's memory.
         utilization: the share of ``total`` that vLLM may use.
         kv_cache: where its size is given; vLLM then looks at no share.
     """
-    used = total - free
     if kv_cache:
         left = free - nbytes - kv_cache
         wanted = f"{kv_cache / _GIB:.2f} GiB for the KV cache (--kv-cache-memory-bytes)"
@@ -113,7 +119,7 @@ def refusal(nbytes: int, *, free: int, total: int, utilization: float, kv_cache:
         return ""
     return (
         f"weights.staging Device reserves {nbytes / _GIB:.2f} GiB for the next version beside the "
-        f"{used / _GIB:.2f} GiB in use now and {wanted}: {-left / _GIB:.2f} GiB are missing. Use "
+        f"{used / _GIB:.2f} GiB of the model and {wanted}: {-left / _GIB:.2f} GiB are missing. Use "
         "staging Host, more GPUs for each engine, or leave vLLM more memory"
     )
 
