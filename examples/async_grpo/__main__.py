@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -52,14 +52,16 @@ class Settings:
 
 
 @asynccontextmanager
-async def replicas_of(trainer: Trainer, folder: Path, *, is_local: bool) -> AsyncIterator[Replicas]:
+async def replicas_of(
+    trainer: Trainer, folder: Path, *, is_local: bool, pushes: bool
+) -> AsyncIterator[Replicas]:
     """Two replicas that hold the trainer's first weights."""
     if is_local:
         from examples.async_grpo.local import local_replicas
 
         model = folder / "base"
         save_model(trainer.model, model)
-        async with local_replicas(model, folder) as replicas:
+        async with local_replicas(model, folder, pushes=pushes) as replicas:
             yield replicas
     else:
         from examples.async_grpo.cluster import cluster_replicas
@@ -74,6 +76,7 @@ async def train(
     *,
     is_sync: bool,
     is_local: bool,
+    pushes: bool,
     folder: Path,
     console: Console,
 ) -> tuple[Record, RolloutStream]:
@@ -90,7 +93,7 @@ async def train(
     async with AsyncExitStack() as stack:
         with console.status("two replicas start vLLM"):
             replicas = await stack.enter_async_context(
-                replicas_of(trainer, folder, is_local=is_local)
+                replicas_of(trainer, folder, is_local=is_local, pushes=pushes)
             )
         client = await stack.enter_async_context(
             RolloutClient(replicas.endpoints, max_concurrency=settings.max_concurrency)
@@ -162,6 +165,10 @@ def main(
     local: Annotated[
         bool, typer.Option(help="Start two rollout-pod processes; else two RolloutReplicas.")
     ] = False,
+    weights: Annotated[
+        Literal["push", "path"],
+        typer.Option(help="How weights travel with --local: through shared memory, or by folders."),
+    ] = "push",
     sync: Annotated[bool, typer.Option(help="Generate, train, update, one after another.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="At most.")] = 500,
     minutes: Annotated[float, typer.Option(min=0.1, help="At most, from the first rollout.")] = 14,
@@ -186,8 +193,9 @@ def main(
     try:
         with tempfile.TemporaryDirectory(prefix="async-grpo-") as folder:
             run = train(
-                settings, limits, is_sync=sync, is_local=local, folder=Path(folder), console=console
-            )
+                settings, limits, is_sync=sync, is_local=local, pushes=weights == "push",
+                folder=Path(folder), console=console,
+            )  # fmt: skip
             record, stream = asyncio.run(run)
     except KeyboardInterrupt:
         console.print("[red]interrupted")
@@ -198,7 +206,8 @@ def main(
     mode = record.mode
     summary = as_json(
         record, goal=GOAL, settings=asdict(settings), rollouts=asdict(stream.account),
-        local=local, machine=f"{platform.machine()}, {os.cpu_count()} cores",
+        local=local, weights=weights if local else "path",
+        machine=f"{platform.machine()}, {os.cpu_count()} cores",
     )  # fmt: skip
     (out / f"{mode}.json").write_text(json.dumps(summary, indent=1))
     plot(record, out / f"{mode}.png", goal=GOAL)

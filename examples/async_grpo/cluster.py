@@ -1,4 +1,4 @@
-"""Two RolloutReplicas of the dev cluster, steered by patches of their ``weightVersion``."""
+"""Two RolloutReplicas of the dev cluster: the adapter patches their ``weightVersion``."""
 
 import asyncio
 import os
@@ -12,11 +12,10 @@ import yaml
 
 from devcluster.client import connect
 from devcluster.settings import load_settings
-from examples.async_grpo import replicas as seam
 from examples.async_grpo.model import save_model
-from examples.async_grpo.replicas import Published, RunError
+from examples.async_grpo.replicas import Published, Replicas, RunError, by_folder
 from rollout_client.kube import Kube, KubeError
-from rollout_client.kube.replicas import Replica
+from rollout_client.trainer import SelectorTarget, ServerAdapter
 
 MANIFEST = Path(__file__).with_name("replica.yaml")
 NAMESPACE = "rollout"
@@ -26,29 +25,8 @@ UPDATE_S = 120.0
 GONE_S = 90.0
 
 
-class ClusterReplica:
-    """One RolloutReplica.
-
-    Args:
-        replica: Its handle.
-    """
-
-    def __init__(self, replica: Replica) -> None:
-        self.name = replica.name
-        self._replica = replica
-
-    async def load(self, version: str, *, step: int, folder: Path) -> Published:
-        """See ``replicas.Replica``; the folder is known to it by its source's template."""
-        try:
-            change = await self._replica.set_weight_version(version, step=step)
-            status = await change.wait(UPDATE_S)
-        except KubeError as error:
-            raise RunError(f"{self.name}: {error}") from error
-        return Published(self.name, paused_s=status["weightUpdate"].get("pausedSeconds") or 0.0)
-
-
 @asynccontextmanager
-async def cluster_replicas(model: Any, *, count: int = 2) -> AsyncIterator[seam.Replicas]:
+async def cluster_replicas(model: Any, *, count: int = 2) -> AsyncIterator[Replicas]:
     """Apply them, wait until they are ready, and delete them afterwards.
 
     Args:
@@ -83,8 +61,21 @@ async def cluster_replicas(model: Any, *, count: int = 2) -> AsyncIterator[seam.
                     f"http://{s['spec']['clusterIP']}:{s['spec']['ports'][0]['port']}"
                     for s in services
                 ]
-            pods = [ClusterReplica(kube.replica(name)) for name in names]
-            yield seam.Replicas(pods, urls, folder)
+            target = SelectorTarget(
+                selector=f"app={manifest['metadata']['labels']['app']}", namespace=NAMESPACE
+            )
+
+            async def look() -> list[Published]:
+                found = [(await kube.replica(name).get())["status"] for name in names]
+                return [
+                    Published(name, paused_s=status["weightUpdate"].get("pausedSeconds") or 0.0)
+                    for name, status in zip(names, found, strict=True)
+                ]
+
+            async with ServerAdapter(target, timeout_s=UPDATE_S, manager=MANAGER) as adapter:
+                # the trainer is in no pod of theirs: it cannot share memory with them
+                deliver = by_folder(adapter, folder, names_source=False)
+                yield Replicas(urls, deliver, look)
         except KubeError as error:
             raise RunError(
                 f"{error} (is the operator installed in namespace {NAMESPACE}? See the README)"

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from examples.async_grpo.replicas import Published, Replicas, RunError
-from rollout_pod.ctl import Ctl, CtlError, is_settled_on
-from rollout_pod.protocol import GateState, StateDocument, WeightsRef, WeightsSource
+from examples.async_grpo.replicas import Published, Replicas, RunError, by_folder, pushing
+from rollout_client.trainer import PodTarget, ServerAdapter
+from rollout_pod.ctl import Ctl, CtlError
 
 START_S = 240.0
 UPDATE_S = 120.0
@@ -79,24 +79,20 @@ class LocalReplica:
         except CtlError:
             return False
 
-    async def load(self, version: str, *, step: int, folder: Path) -> Published:
-        """See ``Replica``."""
-        ref = WeightsRef(version=version, step=step, source=WeightsSource(path=str(folder)))
-        settled = is_settled_on(version)
+    @property
+    def target(self) -> PodTarget:
+        """How a trainer steers it."""
+        return PodTarget.of_run_dir(self._run_dir, f"http://{self._admin}")
 
-        def is_open_again(state: StateDocument) -> bool:
-            return settled(state) and state.gate is GateState.OPEN
+    async def last_update(self) -> Published:
+        """What it says of its last update."""
 
-        def update() -> StateDocument:
+        def ask() -> float:
             with self._ctl() as ctl:
-                ctl.change(lambda d: d.model_copy(update={"weights": ref}))
-                return ctl.wait(is_open_again, timeout_s=UPDATE_S)
+                update = ctl.state().update
+                return (update and update.seconds.paused) or 0.0
 
-        try:
-            state = await asyncio.to_thread(update)
-        except CtlError as error:
-            raise RunError(f"{self.name}: {error}\n{self._tail()}") from error
-        return Published(self.name, paused_s=(state.update and state.update.seconds.paused) or 0.0)
+        return Published(self.name, paused_s=await asyncio.to_thread(ask))
 
     async def stop(self) -> None:
         """End it: by SIGTERM, which drains, and after ``STOP_S`` by force."""
@@ -119,23 +115,36 @@ class LocalReplica:
 
 
 @asynccontextmanager
-async def local_replicas(model: Path, folder: Path, *, count: int = 2) -> AsyncIterator[Replicas]:
+async def local_replicas(
+    model: Path, folder: Path, *, pushes: bool = True, count: int = 2
+) -> AsyncIterator[Replicas]:
     """Start them, and end them afterwards.
 
     Args:
         model: The checkpoint they start with.
         folder: For their run folders, logs and the weight versions.
+        pushes: Send weights out of this process' memory; else by folders.
         count: How many.
 
     Raises:
         RunError: one does not start.
     """
     pods = [LocalReplica(f"replica-{n}", folder) for n in range(count)]
+
+    async def look() -> list[Published]:
+        return [await pod.last_update() for pod in pods]
+
     try:
         for pod in pods:
             await pod.start(model)
         for pod in pods:
             await pod.serving()
-        yield Replicas(pods, [f"http://{pod.data}" for pod in pods], folder / "versions")
+        async with ServerAdapter([pod.target for pod in pods], timeout_s=UPDATE_S) as adapter:
+            deliver = (
+                pushing(adapter)
+                if pushes
+                else by_folder(adapter, folder / "versions", names_source=True)
+            )
+            yield Replicas([f"http://{pod.data}" for pod in pods], deliver, look)
     finally:
         await asyncio.gather(*(pod.stop() for pod in pods))

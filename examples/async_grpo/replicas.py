@@ -2,15 +2,15 @@
 
 import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
 from examples.async_grpo.model import save_weights
-from rollout_client.endpoints import Endpoints
+from rollout_client.trainer import AdapterError, ReplicaErrors, ServerAdapter
+from rollout_pod.protocol import WeightsSource
 
 KEPT = 4
 """Versions whose folders stay: a replica that restarts loads what it committed last."""
@@ -29,57 +29,68 @@ class Published:
     """From the gate's closing to its opening."""
 
 
-class Replica(Protocol):
-    """One replica, wherever it runs."""
+Deliver = Callable[[int, Mapping[str, Tensor]], Awaitable[object]]
+"""Brings the weights of a step to all replicas; returns when each has committed them."""
 
-    name: str
-
-    async def load(self, version: str, *, step: int, folder: Path) -> Published:
-        """Ask for a version and return when it is committed and generation goes on.
-
-        Raises:
-            RunError: it was refused, or is not there in time.
-        """
+Look = Callable[[], Awaitable[list[Published]]]
+"""What each replica says of its last update."""
 
 
 class Replicas:
-    """All of them. Weights go by a folder of safetensors files that they read.
+    """All replicas of a run.
 
     Args:
-        replicas: They all get every version.
         endpoints: Where rollouts are asked for.
-        folder: Holds one folder a version; the replicas see it.
+        deliver: ``pushing`` or ``by_folder``.
+        look: Asked after each delivery.
     """
 
-    def __init__(
-        self, replicas: Sequence[Replica], endpoints: Endpoints | Sequence[str], folder: Path
-    ) -> None:
-        self.replicas = replicas
+    def __init__(self, endpoints: Sequence[str], deliver: Deliver, look: Look) -> None:
         self.endpoints = endpoints
-        self._folder = folder
-        self._kept: list[Path] = []
+        self._deliver, self._look = deliver, look
 
     async def publish(self, step: int, weights: Mapping[str, Tensor]) -> list[Published]:
-        """Give all replicas the weights of a step; returns when each has committed them.
+        """Give all replicas the weights of a step, which must not change meanwhile.
 
         Raises:
             RunError: a replica did not take them.
         """
-        version = f"step-{step}"
-        folder = self._folder / version
-        await asyncio.to_thread(save_weights, weights, folder)
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(replica.load(version, step=step, folder=folder))
-                    for replica in self.replicas
-                ]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
-        self._forget(folder)
-        return [task.result() for task in tasks]
+            await self._deliver(step, weights)
+        except (AdapterError, ReplicaErrors) as error:
+            told = [str(r.error) for r in error.results.values() if r.error] or [str(error)]
+            raise RunError(f"step {step} did not reach every replica: {'; '.join(told)}") from error
+        return await self._look()
 
-    def _forget(self, newest: Path) -> None:
-        self._kept.append(newest)
-        while len(self._kept) > KEPT:
-            shutil.rmtree(self._kept.pop(0), ignore_errors=True)
+
+def pushing(adapter: ServerAdapter) -> Deliver:
+    """Out of this process' memory, through memory that it shares with the engines."""
+
+    async def deliver(step: int, weights: Mapping[str, Tensor]) -> object:
+        return await adapter.update_weights(weights, global_steps=step)
+
+    return deliver
+
+
+def by_folder(adapter: ServerAdapter, folder: Path, *, names_source: bool) -> Deliver:
+    """By safetensors files that the replicas' weights agents read, one folder a version.
+
+    Args:
+        adapter: For the replicas.
+        folder: They see it, too.
+        names_source: Tell them where the version is. RolloutReplicas know by their
+            ``spec.weights.source``.
+    """
+    kept: list[Path] = []
+
+    async def deliver(step: int, weights: Mapping[str, Tensor]) -> object:
+        version = folder / f"step-{step}"
+        await asyncio.to_thread(save_weights, weights, version)
+        source = WeightsSource(path=str(version)) if names_source else None
+        results = await adapter.update_weights(global_steps=step, source=source)
+        kept.append(version)
+        while len(kept) > KEPT:
+            shutil.rmtree(kept.pop(0), ignore_errors=True)
+        return results
+
+    return deliver
