@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from examples.async_grpo.compare import compare, differences
 from examples.async_grpo.grpo import advantages, policy_loss, truncated_ratios
+from examples.async_grpo.loop import Limits, Loop
 from examples.async_grpo.model import new_model, score_answers
 from examples.async_grpo.plot import plot, sparkline
 from examples.async_grpo.record import (
@@ -28,6 +30,7 @@ from examples.async_grpo.record import (
     totals,
     verdict,
 )
+from examples.async_grpo.replicas import Published, Replicas, RunError
 from examples.async_grpo.rollouts import RolloutStream
 from examples.async_grpo.samples import Group, batch_of
 from examples.async_grpo.staleness import Admission, off_policy, steps_of
@@ -45,8 +48,9 @@ from examples.async_grpo.task import (
     right_answer,
     training_prompts,
 )
-from examples.async_grpo.trainer import Trainer, TrainerSettings
+from examples.async_grpo.trainer import Trained, Trainer, TrainerSettings
 from rollout_client import GroupFailed, Rollout
+from rollout_client.trainer import Refused
 from rollout_pod.protocol import WeightVersionSpan
 
 PROMPT = prompt_of([5, 0, 9, 2, 7, 1])
@@ -391,6 +395,98 @@ async def test_a_lost_rollout_ends_the_stream():
     with pytest.raises(ExceptionGroup) as failed:
         await running
     assert failed.group_contains(GroupFailed)
+
+
+# the loop
+
+
+class Diary:
+    """A client, a trainer and replicas that write down what they do."""
+
+    def __init__(self, *, load_s: float = 0.0, train_s: float = 0.0) -> None:
+        self.told: list[str] = []
+        self.step, self.held = 0, 0
+        self._load_s, self._train_s = load_s, train_s
+
+    async def generate_group(self, prompt, params, n, **options):
+        self.told.append(f"begin under {self.held}")
+        await asyncio.sleep(0.001)
+        return [rollout(spans=[span(0, ANSWER_LENGTH, self.held)]) for _ in range(n)]
+
+    def train(self, groups):
+        self.told.append(f"train {self.step}")
+        time.sleep(self._train_s)
+        self.step += 1
+        return Trained(
+            loss=0, entropy=0, mean_ratio=1, truncated=0, mismatch=None, seconds=self._train_s
+        )
+
+    def weights(self):
+        return {"step": torch.tensor(self.step)}
+
+    async def deliver(self, step, weights):
+        self.told.append(f"load {step}")
+        await asyncio.sleep(self._load_s)
+        assert int(weights["step"]) == step
+        self.held = step
+        self.told.append(f"hold {step}")
+
+    async def look(self):
+        return [Published("a", paused_s=0.25), Published("b", paused_s=0.75)]
+
+    async def run(self, *, is_sync: bool, steps: int = 4) -> tuple[Record, RolloutStream]:
+        record = Record("sync" if is_sync else "async", chance=0.05)
+        stream = RolloutStream(
+            self,  # type: ignore[arg-type]
+            training_prompts(seed=0),
+            admission=Admission(2, 0 if is_sync else 2),
+            group_size=3,
+            in_flight=2,
+        )
+        loop = Loop(
+            self,  # type: ignore[arg-type]
+            Replicas([], self.deliver, self.look),
+            stream,
+            groups_per_step=2,
+            is_sync=is_sync,
+            record=record,
+            on_row=lambda row: None,
+        )
+        async with asyncio.timeout(20):
+            await loop.run(Limits(steps=steps, seconds=20, stop_at=2.0))
+        return record, stream
+
+
+async def test_a_synchronous_run_does_one_thing_at_a_time():
+    diary = Diary(load_s=0.01)
+    record, _ = await diary.run(is_sync=True, steps=3)
+    one = lambda k: [f"begin under {k}"] * 2 + [f"train {k}", f"load {k + 1}", f"hold {k + 1}"]  # noqa: E731 # a table
+    assert [t for t in diary.told if t != "begin under 3"] == [*one(0), *one(1), *one(2)]
+    assert {row.staleness_max for row in record.rows} == {0}
+    assert [row.paused_s for row in record.rows] == [0.5] * 3
+
+
+async def test_an_asynchronous_run_trains_and_generates_while_weights_travel():
+    diary = Diary(load_s=0.05, train_s=0.02)
+    record, stream = await diary.run(is_sync=False)
+    at = diary.told.index
+    for step in range(1, 4):
+        assert at(f"train {step}") < at(f"hold {step}")  # it does not wait for the replicas
+        assert at(f"hold {step}") < at(f"load {step + 1}")  # but they get one at a time
+    assert diary.held == 4  # and it ends only when they hold the last one
+    assert any(t.startswith("begin") for t in diary.told[at("load 1") : at("hold 1")])
+    assert 0 < max(row.staleness_max for row in record.rows) <= 2
+    assert stream.account.begun == stream.account.finished
+
+
+async def test_replicas_that_refuse_weights_end_the_run():
+    class Refusing(Diary):
+        async def deliver(self, step, weights):
+            raise Refused("no room", target="a")
+
+    with pytest.raises(ExceptionGroup) as failed:
+        await Refusing().run(is_sync=False)
+    assert failed.group_contains(RunError, match="step 1 did not reach every replica: no room")
 
 
 # the record
