@@ -154,8 +154,9 @@ async def evaluate(
     params = SAMPLING | {"temperature": 0.0}
     results = await client.generate_batch(prompts, params, deadline_s=300.0)
     rollouts = [result for result in results if isinstance(result, Rollout)]
-    if len(rollouts) < len(prompts):
-        raise RunError(f"{len(prompts) - len(rollouts)} rollouts of the evaluation failed")
+    failed = [result for result in results if not isinstance(result, Rollout)]
+    if failed:
+        raise RunError(f"{len(failed)} rollouts of the evaluation failed, the first: {failed[0]}")
     foreign = {s.version for r in rollouts for s in r.weight_versions} - {version}
     if foreign:
         raise RunError(f"the evaluation of {version} got tokens of {sorted(foreign)}")

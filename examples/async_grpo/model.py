@@ -21,6 +21,7 @@ def new_model(*, seed: int) -> Any:
     """A random model: equal seeds make equal weights."""
     torch.manual_seed(seed)
     config = Qwen3Config(
+        architectures=[Qwen3ForCausalLM.__name__],  # without, vLLM takes it for an encoder
         hidden_size=HIDDEN,
         intermediate_size=2 * HIDDEN,
         num_hidden_layers=LAYERS,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from examples.async_grpo.compare import compare, differences
 from examples.async_grpo.grpo import advantages, policy_loss, truncated_ratios
 from examples.async_grpo.loop import Limits, Loop
-from examples.async_grpo.model import new_model, score_answers
+from examples.async_grpo.model import new_model, save_model, score_answers
 from examples.async_grpo.plot import plot, sparkline
 from examples.async_grpo.record import (
     SMOOTHED,
@@ -579,3 +579,11 @@ def test_a_summary_is_json_and_a_plot_is_a_picture(tmp_path: Path):
 def test_a_sparkline_is_no_wider_than_asked_for():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([i / 99 for i in range(100)], width=8) == "▁▂▃▄▅▆▇█"
+
+
+def test_vllm_takes_the_checkpoint_for_a_model_that_generates(tmp_path: Path):
+    save_model(new_model(seed=0), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["vocab_size"] == VOCABULARY
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
