@@ -30,6 +30,8 @@ from tests.support.weights import (
     mixed_tensors,
 )
 
+FIRST = first_document()
+
 
 @dataclass
 class LocalEngine(RanksEngine):
@@ -53,14 +55,17 @@ class Local:
     ranks: int = 1
     refuses_sleep: str | None = None
     expected: Tensors = field(default_factory=lambda: mixed_tensors(0))
+    host: str = "127.0.0.1"
     port: int = field(default_factory=free_port)
+    token: str = ""
+    """That of the admin port; empty: one of its own."""
     engine: LocalEngine = field(default_factory=LocalEngine)
     pod: Pod | None = None
     _life: AsyncExitStack | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def run_dir(self) -> Path:
@@ -86,11 +91,11 @@ class Local:
         """What each rank has loaded."""
         return [loader.model for loader in self.engine.loaders]
 
-    async def boot(self, *, first: DesiredDocument | None = None, forgets: bool = False) -> Pod:
+    async def boot(self, *, first: DesiredDocument | None = FIRST, forgets: bool = False) -> Pod:
         """As ``rollout-pod serve --keep-state``, with a new token."""
         self._life = life = AsyncExitStack()
         (self.run_dir / "admin").mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "admin" / "token").write_text(f"token-{id(life)}")
+        (self.run_dir / "admin" / "token").write_text(self.token or f"token-{id(life)}")
         if forgets:
             for name in ("desired.json", "record.json"):
                 (self.run_dir / name).unlink(missing_ok=True)
@@ -101,9 +106,9 @@ class Local:
             loaders=[ModelLoader() for _ in range(self.ranks)],
         )  # fmt: skip
         pod = await life.enter_async_context(
-            running_pod(self.run_dir, engine=self.engine, first=first or first_document())
+            running_pod(self.run_dir, engine=self.engine, first=first)
         )
-        listener = bind(("127.0.0.1", self.port))
+        listener = bind((self.host, self.port))
         # uvloop does it; without, every answer waits 40 ms for the client's acknowledgement
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await self._serve(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 from rollout_client.trainer.control import Control
 from rollout_client.trainer.fanout import Reached, fan_out
 from rollout_client.trainer.fleet import Fleet
-from rollout_client.trainer.keeper import Keeper, needs
+from rollout_client.trainer.keeper import Keeper
+from rollout_client.trainer.push_socket import needed_version
 from rollout_client.trainer.results import ReplicaResult
 from rollout_client.trainer.targets import Target
 from rollout_client.trainer.update import Update
@@ -295,7 +296,7 @@ class ServerAdapter:
                 return {}
             last = delivery.last
             try:
-                needed = {c: await needs(c) for c in await self._fleet.controls()}
+                needed = {c: await needed_version(c.run_dir) for c in await self._fleet.controls()}
                 asking = [
                     control
                     for control, version in needed.items()

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from pydantic import ValidationError
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
+from rollout_client.trainer.answers import checked, clearing
 from rollout_client.trainer.control import Facts, asleep_text
 from rollout_client.trainer.errors import (
     AdapterError,
@@ -26,8 +26,6 @@ from rollout_pod.protocol import (
     LOCAL_OWNER,
     CachesCleared,
     DesiredDocument,
-    Problem,
-    ProblemCode,
     SleepTag,
     StateDocument,
 )
@@ -35,8 +33,6 @@ from rollout_pod.protocol import (
 _POLL_S: Final = 25.0
 _EXTRA_S: Final = 10.0
 """Beyond what the pod was asked to take."""
-_CLEAR_EXTRA_S: Final = 200.0
-"""The engine's own deadlines for the calls of the last attempt."""
 _CONFLICTS: Final = 20
 
 _ERRORS: Final[dict[Failure, type[AdapterError]]] = {
@@ -101,7 +97,7 @@ class PodControl:
                 },
             )
             if answer.status_code != httpx.codes.PRECONDITION_FAILED:
-                self._checked(answer)
+                checked(self.name, answer)
                 self._generation = fresh.generation
                 return fresh.generation
         raise Unreachable(
@@ -131,10 +127,9 @@ class PodControl:
         answer = await self._send(
             "POST",
             "/admin/v1/clear-caches",
-            json={"timeout_s": min(timeout_s, 600.0)},
-            timeout=timeout_s + _CLEAR_EXTRA_S,
+            **clearing(timeout_s),
         )
-        CachesCleared.model_validate_json(self._checked(answer))
+        CachesCleared.model_validate_json(checked(self.name, answer))
         return await self.facts()
 
     async def until(self, wish: Wish, generation: int) -> Facts:
@@ -167,7 +162,7 @@ class PodControl:
             )
         if state.owner is None:
             return DesiredDocument(owner=LOCAL_OWNER, generation=0)
-        body = self._checked(await self._send("GET", "/admin/v1/desired"))
+        body = checked(self.name, await self._send("GET", "/admin/v1/desired"))
         return DesiredDocument.model_validate_json(body)
 
     async def _state(self, after: StateDocument | None = None) -> StateDocument:
@@ -177,7 +172,7 @@ class PodControl:
         answer = await self._send(
             "GET", "/admin/v1/state", params=params, timeout=_EXTRA_S + (_POLL_S if params else 0)
         )
-        return StateDocument.model_validate_json(self._checked(answer))
+        return StateDocument.model_validate_json(checked(self.name, answer))
 
     async def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
         """Send until somebody answers: a pod that restarts is silent for a while.
@@ -211,21 +206,6 @@ class PodControl:
         except OSError as error:
             self.told = f"{self._token}: {error.strerror}; give the pod's --run-dir"
             raise _Again(self.told) from error
-
-    def _checked(self, answer: httpx.Response) -> bytes:
-        if answer.is_success:
-            return answer.content
-        try:
-            problem = Problem.model_validate_json(answer.content)
-        except ValidationError:
-            told = f"answered {answer.status_code}: {answer.text[:200]}"
-            raise Unreachable(f"{self.name}: {told}", target=self.name) from None
-        kind: type[AdapterError] = Refused
-        if problem.code is ProblemCode.ASLEEP:
-            kind = Asleep
-        elif problem.status >= httpx.codes.INTERNAL_SERVER_ERROR:
-            kind = Unreachable
-        raise kind(f"{self.name}: {problem.title}: {problem.detail}", target=self.name)
 
 
 class PodFollowing:

@@ -17,6 +17,7 @@ from rollout_client.trainer.errors import (
     UpdateFailed,
     WeightsUnavailable,
 )
+from rollout_client.trainer.push_socket import clear_caches
 from rollout_client.trainer.wishes import Hold, Open, Pause, Release, TakeBack, Wish
 from rollout_pod.protocol import StateDocument
 
@@ -86,12 +87,15 @@ class ReplicaControl:
         return False
 
     async def clear_caches(self, timeout_s: float) -> Facts:
-        """See ``Control``: no field of a RolloutReplica asks for it."""
-        raise Refused(
-            f"{self.name}: an operator owns it, and its API has no field for this; every update, "
-            "and every release of the KV cache, clears all caches by itself",
-            target=self.name,
-        )
+        """See ``Control``: no field of a RolloutReplica asks for it, its pod does."""
+        if self.run_dir is None:
+            raise Refused(
+                f"{self.name}: only who shares its pod's run folder (run_dir) can ask for this; "
+                "every update, and every release of the KV cache, clears all caches by itself",
+                target=self.name,
+            )
+        await clear_caches(self.name, self.run_dir, timeout_s)
+        return await self.facts()
 
     async def _patch(self, wish: Wish) -> kube.Change:
         match wish:

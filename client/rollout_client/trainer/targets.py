@@ -13,7 +13,7 @@ from rollout_pod.protocol import ADMIN_PORT
 class ReplicaTarget:
     """A RolloutReplica: it is controlled by patching it (extra ``kube``).
 
-    Needs the rights ``get``, ``list``, ``watch`` and ``patch`` on it.
+    Needs the rights ``get``, ``watch`` and ``patch`` on it.
     """
 
     name: str
@@ -45,7 +45,10 @@ class ReplicaTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectorTarget:
-    """All RolloutReplicas with these labels, looked up anew by every call."""
+    """All RolloutReplicas with these labels, looked up anew by every call.
+
+    Needs the right ``list``, too.
+    """
 
     selector: str = ""
     """Such as ``app=math,tier!=canary``; empty for all."""

@@ -13,6 +13,8 @@ from rollout_pod import __version__
 from rollout_pod.protocol import (
     PUSH_POLL_MAX_S,
     PUSH_SOCKET,
+    CachesCleared,
+    ClearCachesRequest,
     PushGiveUp,
     PushOffer,
     PushStatus,
@@ -95,6 +97,12 @@ def make_push_app(supervisor: Supervisor, *, shm_dir: Path) -> FastAPI:
     async def give_up(session: Session, body: PushGiveUp | None = None) -> PushStatus:
         """The sender ends its session; it may say so twice."""
         return pushes.give_up(session, body.reason if body else "")
+
+    @app.post("/v1/push/clear-caches", responses=problems(400, 409, 413, 422, 500, 503))
+    async def clear_caches(body: ClearCachesRequest | None = None) -> CachesCleared:
+        """As on the admin port, whose token a trainer does not have."""
+        asked = body or ClearCachesRequest()
+        return await supervisor.clear_caches(timeout_s=asked.timeout_s)
 
     @app.get("/v1/push/state", responses=problems(422, 500))
     async def state(
