@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_client.trainer.adapter import version_of
 from rollout_client.trainer.wishes import (
     Hold,
     Open,
@@ -15,6 +14,7 @@ from rollout_client.trainer.wishes import (
     changed,
     judge,
     overruled,
+    version_of,
 )
 from rollout_client.verdict import Failed, Failure, Reached, Waiting
 from rollout_pod.protocol import (

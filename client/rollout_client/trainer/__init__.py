@@ -4,7 +4,7 @@
 ``trainer``, RolloutReplicas the extra ``kube``.
 """
 
-from rollout_client.trainer.adapter import Results, ServerAdapter
+from rollout_client.trainer.adapter import ServerAdapter
 from rollout_client.trainer.errors import (
     AdapterError,
     Asleep,
@@ -23,6 +23,7 @@ from rollout_client.trainer.results import ReplicaResult
 from rollout_client.trainer.sync import SyncServerAdapter, SyncUpdate
 from rollout_client.trainer.targets import PodTarget, ReplicaTarget, SelectorTarget, Target
 from rollout_client.trainer.update import Update
+from rollout_client.trainer.updates import Results
 from rollout_client.trainer.weights import Keep, Names, Tensors, Weights
 
 __all__ = [

@@ -8,24 +8,18 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 from rollout_client.trainer.control import Control
 from rollout_client.trainer.fanout import Reached, fan_out
 from rollout_client.trainer.fleet import Fleet
-from rollout_client.trainer.keeper import Keeper
-from rollout_client.trainer.push_socket import needed_version
-from rollout_client.trainer.results import ReplicaResult
 from rollout_client.trainer.targets import Target
 from rollout_client.trainer.update import Update
+from rollout_client.trainer.updates import Results, Settings, Updates
 from rollout_client.trainer.weights import Keep, Names, Specs, Weights
-from rollout_client.trainer.wishes import Hold, Open, Pause, Release, TakeBack, Wish
-from rollout_pod.protocol import BASE_VERSION, PushSource, SleepSpec, SleepTag, WeightsSource
+from rollout_client.trainer.wishes import Open, Pause, Release, TakeBack, Wish, version_of
+from rollout_pod.protocol import SleepSpec, SleepTag, WeightsSource
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from rollout_client.trainer.delivery import Delivery
     from rollout_client.trainer.ranks import Ranks
-
-Results = dict[str, ReplicaResult]
-"""One for each replica, by its name (``namespace/name``) or the URL of its admin port."""
 
 ALL_TAGS: Final = (SleepTag.WEIGHTS, SleepTag.KV_CACHE)
 
@@ -91,20 +85,16 @@ class ServerAdapter:
         self._timeout_s = timeout_s
         several = targets if isinstance(targets, Sequence) else (targets,)
         self._fleet = Fleet(several, manager=manager, server=server)
-        self._names, self._cast, self._keep = names, cast, keep
-        self._transport, self._gpu, self._group = transport, gpu, group
         self._is_sender = sender is not False
-        self._ranks: Ranks | None = None
+        ranks: Ranks | None = None
         if group is not None:
-            from rollout_client.trainer import ranks  # torch
+            from rollout_client.trainer import ranks as gathering  # torch
 
-            self._ranks = ranks.Ranks(group, sender=sender)
-            self._is_sender = self._ranks.is_sender
-        self._delivery: Delivery | None = None
+            ranks = gathering.Ranks(group, sender=sender)
+            self._is_sender = ranks.is_sender
+        settings = Settings(names, cast, keep, resend, transport, gpu)
+        self._updates = Updates(self._fleet, settings, ranks, sender=self._is_sender)
         self._update: Update | None = None
-        self._resends = resend
-        self._keeper = Keeper(self._resend_one)
-        self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -121,9 +111,7 @@ class ServerAdapter:
         """Give up what is being sent, close all connections and give memory back. Idempotent."""
         if self._update is not None:
             await self._update.give_up()
-        await self._keeper.stop()
-        if self._delivery is not None:
-            await self._delivery.close()
+        await self._updates.aclose()
         await self._fleet.aclose()
 
     # --- memory
@@ -274,9 +262,9 @@ class ServerAdapter:
         wish = version_of(version, global_steps, source, pushes=weights is not None)
         limit = self._timeout_s if timeout_s is None else timeout_s
         work = (
-            self._fetch(wish, limit)
+            self._updates.fetch(wish, limit)
             if weights is None
-            else self._send(wish, weights, manifest, limit)
+            else self._updates.send(wish, weights, manifest, limit)
         )
         self._update = Update(wish.version, work)
         return self._update
@@ -288,27 +276,7 @@ class ServerAdapter:
         Raises:
             Refused: nothing was kept of it, or its tensors have been written to since.
         """
-        delivery = self._delivering()
-        async with self._turn:
-            await self._keeper.stop()
-            if not self._is_sender:
-                await delivery.follow_again(self._present_gpu())
-                return {}
-            last = delivery.last
-            try:
-                needed = {c: await needed_version(c.run_dir) for c in await self._fleet.controls()}
-                asking = [
-                    control
-                    for control, version in needed.items()
-                    if version is not None and (last is None or version == last.wish.version)
-                ]
-                return await delivery.send_again(
-                    asking,
-                    timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-                    gpu=self._present_gpu(),
-                )
-            finally:
-                await self._keep_watch()
+        return await self._updates.resend(self._timeout_s if timeout_s is None else timeout_s)
 
     async def status(self, *, timeout_s: float = 10.0) -> Results:
         """What each replica does and holds now."""
@@ -333,83 +301,3 @@ class ServerAdapter:
             return {}
         limit = self._timeout_s if timeout_s is None else timeout_s
         return await fan_out(await self._fleet.controls(), goal, work, limit)
-
-    # --- the way of a version
-
-    async def _fetch(self, wish: Hold, timeout_s: float) -> Results:
-        if not self._is_sender:
-            return {}
-
-        async def work(control: Control) -> Reached:
-            await control.check_update(wish)
-            return Reached(await (await control.wish(wish)).reached())
-
-        async with self._turn:
-            await self._keeper.stop()
-            return await self._each(str(wish), work, timeout_s)
-
-    async def _send(
-        self, wish: Hold, weights: Weights, specs: Specs | None, timeout_s: float
-    ) -> Results:
-        delivery = self._delivering()
-        async with self._turn:
-            await self._keeper.stop()
-            if not self._is_sender:
-                await delivery.follow(wish, weights, self._present_gpu())
-                return {}
-            try:
-                return await delivery.send(
-                    self._fleet.controls, wish, weights, specs=specs, timeout_s=timeout_s,
-                    gpu=self._present_gpu(),
-                )  # fmt: skip
-            finally:
-                await self._keep_watch()
-
-    async def _keep_watch(self) -> None:
-        last = self._delivery.last if self._delivery is not None else None
-        if last is not None and self._resends and not last.packer.gathers:
-            self._keeper.start(await self._fleet.controls(), last.wish)
-
-    async def _resend_one(self, control: Control) -> None:
-        await self._delivering().send_again(
-            [control], timeout_s=self._timeout_s, gpu=self._present_gpu(), quietly=True
-        )
-
-    def _delivering(self) -> "Delivery":
-        if self._delivery is None:
-            from rollout_client.trainer.delivery import Delivery  # torch
-            from rollout_client.trainer.sending import Sending
-            from rollout_client.trainer.tensors import Naming
-
-            self._delivery = Delivery(
-                Naming(self._names, self._cast), self._keep, self._ranks, Sending(self._transport)
-            )
-        return self._delivery
-
-    def _present_gpu(self) -> int | None:
-        if self._gpu is not None:
-            return self._gpu
-        from rollout_client.trainer.tensors import present_gpu_index
-
-        return present_gpu_index()
-
-
-def version_of(
-    version: str | None, step: int | None, source: WeightsSource | None, *, pushes: bool
-) -> Hold:
-    """What an update asks for. Pure.
-
-    Raises:
-        ValueError: it has no name, or a source that it cannot have.
-    """
-    if version is None:
-        if step is None:
-            raise ValueError("version: give one, or global_steps to make one of")
-        version = f"step-{step}"
-    if version == BASE_VERSION:
-        if pushes or source is not None:
-            raise ValueError(f"version: {version} is the model's own checkpoint; choose another")
-        return Hold(version)
-    if pushes and source is not None:
-        raise ValueError("source: the weights are handed over; leave out one of the two")
-    return Hold(version, step, WeightsSource(push=PushSource()) if pushes else source)

@@ -18,16 +18,17 @@ _RETRY_S: Final = 1.0
 SETTLE_S: Final = 1.0
 """How long a pod has to need it: one that is woken for the next version needs the old one first."""
 _FAILED_S: Final = 5.0
+RESEND_S: Final = 600.0
 
 
 class Keeper:
     """Watches the pods over their push sockets between two updates.
 
     Args:
-        resend: sends the last version to one replica.
+        resend: sends the last version to one replica, within so many seconds.
     """
 
-    def __init__(self, resend: Callable[[Control], Awaitable[object]]) -> None:
+    def __init__(self, resend: Callable[[Control, float], Awaitable[object]]) -> None:
         self._resend = resend
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -65,7 +66,7 @@ class Keeper:
                         again = await ask_state(http)
                         if again is not None and again.needs == wish.version:
                             log.info("%s needs %s again", control.name, wish.version)
-                            await self._resend(control)
+                            await self._resend(control, RESEND_S)
                         state = None
                 except Refused as error:
                     log.warning("%s is not sent again: %s", wish.version, error)

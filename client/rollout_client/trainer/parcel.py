@@ -100,7 +100,7 @@ class Packer:
             version: its name.
             tensors: see ``Weights``.
             readers: the replicas.
-            manifest: of pairs, if it is known.
+            manifest: of pairs, if it is known; for a mapping that of the last version.
             gpu: where what is gathered lies.
             before_reading: called if it has to read all of it now.
 
@@ -110,7 +110,7 @@ class Packer:
         copy = HostCopy() if self.keep == "copy" else None
         if isinstance(tensors, Mapping):
             guarded = Guarded(self.naming.named(tensors))
-            known = self.naming.manifest(version, guarded)
+            known = self.naming.manifest(version, guarded, manifest)
             if not self.gathers:
                 self._refuse_sharded(guarded)
                 if copy is None:

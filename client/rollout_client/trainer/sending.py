@@ -86,7 +86,9 @@ class Sending:
                 self._leave(control, parcel, muster)
                 follow.cancel()
                 push.cancel()  # gives its session up before it ends
-                await asyncio.wait({follow, push})
+                for ended in (await asyncio.wait({follow, push}))[0]:
+                    if not ended.cancelled():
+                        ended.exception()  # one of the two is told
         finally:
             self._leave(control, parcel, muster)
 
@@ -183,6 +185,8 @@ async def _on_thread(push: Callable[[], Pushed], cancel: Callable[[], None]) -> 
         except asyncio.CancelledError:
             cancel()
             await asyncio.wait({work})
+            if not work.cancelled():
+                work.exception()  # that it was given up is known
             raise
 
 

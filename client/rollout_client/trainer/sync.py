@@ -5,9 +5,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from rollout_client.sync import LoopThread, Synchronous
-from rollout_client.trainer.adapter import ALL_TAGS, Results, ServerAdapter
+from rollout_client.trainer.adapter import ALL_TAGS, ServerAdapter
 from rollout_client.trainer.targets import Target
 from rollout_client.trainer.update import Update
+from rollout_client.trainer.updates import Results
 from rollout_client.trainer.weights import Weights
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 
 from rollout_client.trainer.weights import Names, Tensors
-from rollout_pod.weights.fill import spec_of
+from rollout_pod.weights.fill import fits, spec_of
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.spec import TensorSpec
 
@@ -71,8 +71,23 @@ class Naming:
         dtype = self.dtype(name, tensor.dtype)
         return spec_of(name, torch.empty(tensor.shape, dtype=dtype, device="meta"))
 
-    def manifest(self, version: str, tensors: Mapping[str, torch.Tensor]) -> Manifest:
-        """Of a mapping that has the checkpoint's names."""
+    def manifest(
+        self, version: str, tensors: Mapping[str, torch.Tensor], like: Manifest | None = None
+    ) -> Manifest:
+        """Of a mapping that has the checkpoint's names.
+
+        Args:
+            version: its name.
+            tensors: under the checkpoint's names.
+            like: one that is probably equal but for the version: it keeps what is known of it.
+        """
+        if (
+            like is not None
+            and self._cast is None
+            and len(tensors) == len(like.tensors)
+            and all(map(fits, like.tensors, tensors.keys(), tensors.values()))
+        ):
+            return like.renamed(version)
         return Manifest(version, tuple(self.spec(n, t) for n, t in tensors.items()))
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 from rollout_client.verdict import Failed, Failure, Reached, Verdict, Waiting
 from rollout_pod.protocol import (
+    BASE_VERSION,
     DesiredDocument,
     GateState,
     PodPhase,
+    PushSource,
     SleepSpec,
     SleepTag,
     StateDocument,
@@ -163,3 +165,24 @@ def progress(state: StateDocument) -> str:
         told = f": {update.message}" if update.message else ""
         parts.append(f"{update.phase.value.lower()} {update.target}{told}")
     return "; ".join(parts)
+
+
+def version_of(
+    version: str | None, step: int | None, source: WeightsSource | None, *, pushes: bool
+) -> Hold:
+    """What an update asks for. Pure.
+
+    Raises:
+        ValueError: it has no name, or a source that it cannot have.
+    """
+    if version is None:
+        if step is None:
+            raise ValueError("version: give one, or global_steps to make one of")
+        version = f"step-{step}"
+    if version == BASE_VERSION:
+        if pushes or source is not None:
+            raise ValueError(f"version: {version} is the model's own checkpoint; choose another")
+        return Hold(version)
+    if pushes and source is not None:
+        raise ValueError("source: the weights are handed over; leave out one of the two")
+    return Hold(version, step, WeightsSource(push=PushSource()) if pushes else source)
