@@ -1,9 +1,13 @@
 """What the trainer's adapter asks for, and when it is so: tables and properties."""
 
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_client.trainer import Late, ReplicaErrors, ReplicaResult
+from rollout_client.trainer.fanout import judged
 from rollout_client.trainer.wishes import (
     Hold,
     Open,
@@ -136,6 +140,20 @@ def test_verdict(wish: Wish, seen: dict, then: type | Failure) -> None:
         assert found.kind is then
     else:
         assert isinstance(found, then)
+
+
+def test_errors_can_be_carried_between_processes() -> None:
+    good = ReplicaResult(target="a", seconds=1.0, weight_version="v")
+    with pytest.raises(ReplicaErrors) as told:
+        judged([good, ReplicaResult(target="b", seconds=2.0, error=Late("slow", target="b"))])
+    there = pickle.loads(pickle.dumps(told.value))
+    assert str(there) == str(told.value)
+    assert there.results["a"] == good
+    (error,) = there.exceptions
+    assert (type(error), str(error), error.target) == (Late, "slow", "b")
+    assert error.results["b"].error is error
+    alone = pickle.loads(pickle.dumps(Late("x", target="y")))
+    assert (alone.target, alone.results) == ("y", {})
 
 
 def test_the_name_of_a_version() -> None:

@@ -1,12 +1,9 @@
 """What steering replicas for a trainer can fail with."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 from rollout_client.trainer.results import ReplicaResult
-
-_NONE: Mapping[str, ReplicaResult] = MappingProxyType({})
 
 
 class AdapterError(Exception):
@@ -18,7 +15,7 @@ class AdapterError(Exception):
     def __init__(self, message: str, *, target: str = "") -> None:
         super().__init__(message)
         self.target = target
-        self.results: Mapping[str, ReplicaResult] = _NONE
+        self.results: Mapping[str, ReplicaResult] = {}
 
 
 class Superseded(AdapterError):
@@ -81,6 +78,10 @@ class ReplicaErrors(ExceptionGroup[AdapterError]):
         return made
 
     results: Mapping[str, ReplicaResult]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For those who carry it between processes."""
+        return type(self), (list(self.exceptions), self.results)
 
     def derive(self, excs: Sequence[AdapterError]) -> "ReplicaErrors":  # type: ignore[override]
         """See ``ExceptionGroup``."""
