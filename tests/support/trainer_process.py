@@ -1,6 +1,6 @@
-"""A trainer: ``python trainer_process.py ADMIN_URL RUN_DIR VERSION CHECKPOINT``.
+"""A trainer: ``python trainer_process.py ADMIN_URL RUN_DIR VERSION FOLDER``.
 
-Begins to send the checkpoint, prints ``middle`` when half of its tensors are read, and waits for a
+Begins to send the safetensors files of the folder, prints ``middle`` when half of its tensors are read, and waits for a
 line, or for its death.
 """
 
@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from rollout_client.trainer import PodTarget, SyncServerAdapter
 from rollout_pod.weights.fill import spec_of
-from tests.support.engine_kit import tensors_of
 
 
-def main(url: str, run_dir: str, version: str, checkpoint: str) -> None:
-    tensors = tensors_of(Path(checkpoint))
+def main(url: str, run_dir: str, version: str, folder: str) -> None:
+    files = sorted(Path(folder).glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
 
     def slowly() -> Iterator[tuple[str, torch.Tensor]]:
         for number, pair in enumerate(tensors.items()):

@@ -2,8 +2,10 @@
 
 import asyncio
 import gc
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,10 +23,13 @@ from rollout_client.trainer import (
     keeper,
     muster,
 )
+from rollout_pod.protocol import DesiredDocument
 from rollout_pod.weights.fill import spec_of
 from tests.support.local_pods import Local, local_pods
 from tests.support.pods import start_long
-from tests.support.weights import Tensors, mixed_tensors, same
+from tests.support.weights import Tensors, mixed_tensors, same, write_checkpoint
+
+TRAINER = Path(__file__).resolve().parents[1] / "support" / "trainer_process.py"
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -322,6 +327,40 @@ async def test_an_update_that_is_given_up_in_the_middle_leaves_a_pod_that_can_be
         await adapter.update_weights(mixed_tensors(2), version="v2")
         assert holds(pod, "v2", mixed_tensors(2))
         assert pod.state.phase == "Serving"
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
+async def test_a_trainer_that_is_killed_in_the_middle_and_the_next_one(
+    tmp_path: Path, bucket_bytes: int
+) -> None:
+    """With small buckets half of them are loaded by then: a mix, which is never served."""
+    write_checkpoint(tmp_path / "killed", mixed_tensors(1))
+    async with local_pods(2) as pods, adapter_of(*pods) as adapter:
+        first = DesiredDocument(owner="local", generation=0, bucket_bytes=bucket_bytes)
+        for pod in pods:
+            pod.pod.supervisor.put_desired(first.model_copy(update={"generation": 1}))
+        await adapter.update_weights(mixed_tensors(2), version="before")
+        pod, other = pods
+        trainer = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(TRAINER), pod.url, str(pod.run_dir), "killed"),
+            str(tmp_path / "killed"), cwd=TRAINER.parents[2], env={"PYTHONPATH": "."},
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            assert await trainer.stdout.readline() == b"middle\n"
+            await pod.pod.until(lambda s: s.phase == "Updating")
+        finally:
+            trainer.kill()
+            await trainer.wait()
+        state = await pod.pod.until(lambda s: s.needs == "killed" and s.phase != "Updating")
+        is_mixed = bucket_bytes == 4096
+        assert state.phase == ("Poisoned" if is_mixed else "Serving")
+        assert state.weight_version == (None if is_mixed else "before")
+        assert holds(other, "before", mixed_tensors(2))
+        await adapter.update_weights(mixed_tensors(3), version="taken-over")
+        for each in pods:
+            assert holds(each, "taken-over", mixed_tensors(3))
+            assert each.state.phase == "Serving"
 
 
 async def test_two_hundred_updates_leave_nothing_behind() -> None:
