@@ -152,8 +152,10 @@ async def test_the_order_of_verls_checkpoint_manager(pod, rollout, server):
     await reached(lambda s: s.phase == "Serving" and s.weight_version == "step-1")
 
 
-async def test_asleep_for_a_training_step(pod, rollout):
+@pytest.mark.parametrize("on_cpu", [False, True])
+async def test_asleep_for_a_training_step(pod, rollout, on_cpu):
     """resume(weights), update, resume(kv_cache), release: twice, each call twice."""
+    pod.engine.on_cpu = on_cpu  # then all stays resident, and a wake-up is over at once
     for step in (1, 2):
         for _ in range(2):
             await rollout.release()
