@@ -19,6 +19,10 @@ def build_registry(runtime: Runtime) -> kopf.OperatorRegistry:
     @kopf.on.startup(registry=registry, id="start")
     async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
         configure(settings)
+        if runtime.settings.replica_selector:
+            settings.watching.label_selectors[names.GROUP, names.VERSION, names.PLURAL] = (
+                runtime.settings.replica_selector
+            )
         await runtime.start()
 
     @kopf.on.cleanup(registry=registry, id="stop")

@@ -1,11 +1,14 @@
 """The operator between its two ways out: to the API server and to the pods. Knows neither's I/O."""
 
+import asyncio
+import contextvars
 import socket
 import time
 import uuid
 from collections.abc import Callable
 
-from rollout_operator.apply.cache import Cache, Key
+from rollout_operator.api.selector import Selector
+from rollout_operator.apply.cache import Cache, Key, slim_pod
 from rollout_operator.apply.kube import Kube
 from rollout_operator.apply.leased import LeasedKube
 from rollout_operator.control.pod_client import PodClient
@@ -16,6 +19,7 @@ from rollout_operator.observe import Caches
 from rollout_operator.plan.lease import Timing
 from rollout_operator.plan.plan import PodDefaults
 from rollout_operator.reconcile import Reconciler
+from rollout_operator.relist import Relist
 from rollout_operator.settings import Settings
 from rollout_operator.workers import Workers
 
@@ -34,7 +38,9 @@ class Core:
         steady_clock: Callable[[], float] = steady,
     ) -> None:
         self._metrics = metrics
-        caches = Caches(replicas=Cache(), pods=Cache())
+        self._starting: asyncio.Task[None] | None = None
+        caches = Caches(replicas=Cache(), pods=Cache(slim=slim_pod), services=Cache())
+        selector = Selector.parse(settings.replica_selector)
         reconciler = Reconciler(
             LeasedKube(kube, self.may_work),
             pods,
@@ -44,12 +50,22 @@ class Core:
             ),
             metrics=metrics,
             resync_s=settings.resync_seconds,
+            selector=selector,
             clock=clock,
         )
         self._workers = Workers(
             reconciler.reconcile, report=reconciler.report_failure, metrics=metrics
         )
         self.hub = Hub(caches, self._workers)
+        self._relist = Relist(
+            kube,
+            caches,
+            self.hub,
+            namespaces=settings.namespaces(),
+            selector=selector,
+            period_s=settings.resync_seconds,
+            wanted=self.may_work,
+        )
         lease = settings.lease()
         self._elector = lease and Elector(
             kube,
@@ -64,7 +80,13 @@ class Core:
         )
 
     def start(self) -> None:
-        """Work, or stand for election."""
+        """List everything, then work or stand for election."""
+        self._relist.start()
+        self._starting = asyncio.create_task(self._stand(), context=contextvars.Context())
+
+    async def _stand(self) -> None:
+        # without it every worker would read its replica's children one by one
+        await self._relist.first.wait()
         if self._elector:
             self._elector.start()
         else:
@@ -73,6 +95,10 @@ class Core:
 
     async def stop(self) -> None:
         """End all work, and give the Lease back."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._relist.stop()
         if self._elector:
             await self._elector.stop()
         await self._workers.stop()
@@ -94,3 +120,4 @@ class Core:
     def _begin(self) -> None:
         self._workers.open()
         self.hub.all()
+        self._relist.soon()

@@ -32,16 +32,21 @@ class Hub:
 
     def pod(self, event: Event) -> None:
         """A pod with our label was listed, made, changed or removed."""
-        owner = _owner(event["object"])
-        if _news(self._caches.pods, event) and owner is not None and self._workers.knows(owner):
-            self._workers.wake(owner)
+        self._child(self._caches.pods, event)
 
     def service(self, event: Event) -> None:
         """A Service with our label was listed, made, changed or removed."""
-        owner = _owner(event["object"])
-        if event["type"] in ("DELETED", "MODIFIED") and owner and self._workers.knows(owner):
-            # Services are not cached: they are read again
-            self._workers.wake(owner, fresh=True)
+        self._child(self._caches.services, event)
+
+    def _child(self, cache: Cache, event: Event) -> None:
+        raw = event["object"]
+        owner = _owner(raw)
+        if owner is None:
+            return
+        # of a replica that is not ours nothing is kept: another operator serves it
+        ours = self._caches.replicas.get(owner) is not None or cache.get(_key(raw)) is not None
+        if ours and _news(cache, event) and self._workers.knows(owner):
+            self._workers.wake(owner)
 
 
 def _key(raw: Mapping[str, Any]) -> Key:
@@ -56,5 +61,5 @@ def _owner(raw: Mapping[str, Any]) -> Key | None:
 def _news(cache: Cache, event: Event) -> bool:
     raw = event["object"]
     if event["type"] == "DELETED":
-        return cache.drop(_key(raw), uid=raw["metadata"]["uid"])
+        return cache.drop(_key(raw), last=dict(raw))
     return cache.put(dict(raw))

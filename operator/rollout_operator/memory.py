@@ -27,9 +27,11 @@ class Memory:
     """Belongs to one worker and one incarnation (uid) of the replica."""
 
     uid: str = ""
-    children_read: bool = False
     secret: JsonObject | None = field(default=None, repr=False)
-    services: list[JsonObject | None] = field(default_factory=lambda: [None, None])
+    looked: bool = False
+    """What is missing in the cache was looked for by name."""
+    secret_due: float = 0.0
+    """Monotonic time at which it is read again: nothing watches Secrets."""
     refusal: Refusal | None = None
     told: Told | None = None
     denied: bool = False

@@ -40,6 +40,11 @@ class Metrics:
         self.replicas = Gauge(
             "rollout_operator_replicas", "Replicas that have a worker.", registry=self.registry
         )
+        self.queued = Gauge(
+            "rollout_operator_queue_depth",
+            "Replicas that are due and wait for their turn.",
+            registry=self.registry,
+        )
         self.polls = Gauge(
             "rollout_operator_pod_polls", "Pods whose state is watched.", registry=self.registry
         )

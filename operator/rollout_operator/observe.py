@@ -1,6 +1,7 @@
 """Reads what a plan needs: from the cache that the watches feed, or by name."""
 
 import base64
+import time
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -8,6 +9,7 @@ import structlog
 
 from rollout_operator.api import names
 from rollout_operator.api.replica import Replica
+from rollout_operator.api.selector import Selector
 from rollout_operator.apply.cache import Cache, Key, reread
 from rollout_operator.apply.errors import KubeError
 from rollout_operator.apply.kube import (
@@ -46,37 +48,50 @@ class Caches:
 
     replicas: Cache
     pods: Cache
+    services: Cache
 
 
 class Observer:
     """Everything that is read of the cluster."""
 
-    def __init__(self, kube: Kube, caches: Caches) -> None:
+    def __init__(self, kube: Kube, caches: Caches, *, selector: Selector, resync_s: float) -> None:
         self._kube = kube
         self._caches = caches
+        self._selector = selector
+        self._resync_s = resync_s
 
     async def replica(self, key: Key, *, fresh: bool) -> Replica | None:
         """Return the replica; None if there is none. ``fresh``: from the API server itself."""
         raw = None if fresh else self._caches.replicas.get(key)
         if raw is None:
             raw = await reread(self._kube, self._caches.replicas, REPLICAS, key)
-        return None if raw is None else Replica.parse(raw)
+        if raw is None:
+            return None
+        if not self._selector.matches(raw["metadata"].get("labels") or {}):
+            # its labels say that another operator serves it
+            self._caches.replicas.drop(key)
+            return None
+        return Replica.parse(raw)
 
     async def observe(self, replica: Replica, memory: Memory, *, fresh: bool, now: float) -> Seen:
         """Return all that was seen of the replica's children (``now``: unix seconds)."""
         namespace, name = replica.namespace, replica.name
         wanted = manifests.services(replica)
         pod_key = (namespace, names.pod_name(name, 0))
-        if fresh or not memory.children_read:
-            await self.read_secret(replica, memory)
-            memory.services = [
-                await self._kube.get(SERVICES, namespace, service["metadata"]["name"])
-                for service in wanted
-            ]
-            await reread(self._kube, self._caches.pods, PODS, pod_key)
-            memory.children_read = True
-        elif self._caches.pods.get(pod_key) is None:
-            # nothing watches Secrets, and the pod that is made next cannot start without this one
+        service_keys = [(namespace, service["metadata"]["name"]) for service in wanted]
+        services, pods = self._caches.services, self._caches.pods
+        # of a new replica: what has our names and not our labels no list shows
+        missing = not memory.looked and (
+            pods.get(pod_key) is None or None in map(services.get, service_keys)
+        )
+        if fresh or missing:
+            for key in service_keys:
+                await reread(self._kube, services, SERVICES, key)
+            await reread(self._kube, pods, PODS, pod_key)
+        memory.looked = True
+        lacks_pod = self._caches.pods.get(pod_key) is None
+        if fresh or lacks_pod or time.monotonic() >= memory.secret_due:
+            # the pod that is made next cannot start without it
             await self.read_secret(replica, memory)
         raw = self._caches.pods.get(pod_key)
         pod = None if raw is None else pod_seen(raw, name=name, uid=replica.uid)
@@ -84,7 +99,9 @@ class Observer:
             secret=_child(replica, "Secret", memory.secret, complete=bool(token(memory))),
             services=tuple(
                 _child(replica, "Service", found, complete=_holds(found, service))
-                for found, service in zip(memory.services, wanted, strict=True)
+                for found, service in zip(
+                    map(self._caches.services.get, service_keys), wanted, strict=True
+                )
             ),
             pod=pod,
             report=report(memory, pod),
@@ -107,6 +124,7 @@ class Observer:
         memory.secret = await self._kube.get(
             SECRETS, replica.namespace, names.secret_name(replica.name)
         )
+        memory.secret_due = time.monotonic() + self._resync_s
 
 
 def token(memory: Memory) -> str:

@@ -9,6 +9,7 @@ from typing import Final
 from rollout_operator.api import names
 from rollout_operator.api.conditions import ConditionType, Reason
 from rollout_operator.api.replica import Replica
+from rollout_operator.api.selector import Selector
 from rollout_operator.api.status import ReplicaStatus
 from rollout_operator.apply.cache import Key
 from rollout_operator.apply.events import transitions
@@ -53,6 +54,7 @@ class Reconciler:
         defaults: PodDefaults,
         metrics: Metrics,
         resync_s: float,
+        selector: Selector,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._kube = kube
@@ -60,8 +62,10 @@ class Reconciler:
         self._defaults = defaults
         self._resync_s = resync_s
         self._clock = clock
-        self._observer = Observer(kube, caches)
-        self._executor = Executor(kube, caches.pods, metrics=metrics, clock=clock)
+        self._observer = Observer(kube, caches, selector=selector, resync_s=resync_s)
+        self._executor = Executor(
+            kube, pods=caches.pods, services=caches.services, metrics=metrics, clock=clock
+        )
         self._metrics = metrics
         self._steering = Steering(pods, self._observer, metrics=metrics)
 
@@ -86,7 +90,9 @@ class Reconciler:
             if plan.actions:
                 current = await self._act(replica, plan, memory)
                 continue
-            await self._steering.listen(plan, seen.pod, memory, wake)
+            unheard = await self._steering.listen(plan, seen.pod, memory, wake)
+            if unheard > 0:
+                return Next(delay=unheard, fresh=False)
             steered = await self._steering.steer(replica, plan, seen.pod, memory)
             if not steered.again:
                 seen = replace(seen, report=report(memory, seen.pod))
@@ -118,8 +124,7 @@ class Reconciler:
     async def _conclude(
         self, replica: Replica, seen: Seen, plan: Plan, memory: Memory, retry: float | None
     ) -> Next:
-        resync = self._resync_s * random.uniform(0.9, 1.1)  # noqa: S311 - jitter
-        waits = [resync, plan.requeue_after, retry]
+        waits = [plan.requeue_after, retry]
         if seen.report is not None and 0 < seen.report.failing_for < UNREACHABLE_GRACE_S:
             waits.append(UNREACHABLE_GRACE_S - seen.report.failing_for + 0.1)
         status = render_status(replica, seen, plan, self._clock())
@@ -131,7 +136,10 @@ class Reconciler:
             if status.last_committed != replica.status.last_committed:
                 # the pod's fallback is another one now
                 return Next(delay=0, fresh=False)
-        return Next(delay=min(wait for wait in waits if wait is not None))
+        resync = self._resync_s * random.uniform(0.9, 1.1)  # noqa: S311 - jitter
+        soonest = min((wait for wait in waits if wait is not None), default=resync)
+        # what the watches lose the lists find (``relist``): one read for all, not one for each
+        return Next(delay=soonest) if soonest < resync else Next(delay=resync, fresh=False)
 
     async def _write(self, replica: Replica, status: ReplicaStatus) -> None:
         body = {

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from rollout_operator.api.selector import Selector
 from rollout_pod.protocol import ADMIN_PORT
 
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -25,6 +26,8 @@ class Settings(BaseSettings):
     default_image: str = "rollout-pod:latest"
     """What pods run where neither ``spec.image`` nor the template names an image."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    replica_selector: str = ""
+    """A label selector: replicas without these labels are another operator's."""
     leader_election: bool = True
     """Work only while this operator holds the Lease; others wait, with watches that are warm."""
     lease_name: str = "rollout-operator"
@@ -54,6 +57,11 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
+
+    @field_validator("replica_selector")
+    @classmethod
+    def _selects(cls, value: str) -> str:
+        return Selector.parse(value).text
 
     @model_validator(mode="after")
     def _one_scope(self) -> Self:

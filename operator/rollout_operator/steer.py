@@ -52,15 +52,24 @@ class Steering:
 
     async def listen(
         self, plan: Plan, pod: PodSeen | None, memory: Memory, wake: Callable[[], None]
-    ) -> None:
-        """Hold a long poll to the pod that the plan steers, and to no other."""
+    ) -> float:
+        """Hold a long poll to the pod that the plan steers, and to no other.
+
+        Returns for how many seconds it is too early to judge: the pod is about to answer.
+        """
         wanted = pod if plan.document is not None and pod is not None and pod.answering else None
         current = memory.watch
         if current and (wanted is None or (current.uid, current.ip) != (wanted.uid, wanted.ip)):
             await memory.close()
-        if wanted is None or memory.watch is not None:
-            return
-        memory.watch = PodWatch(
+        if wanted is None:
+            return 0.0
+        if memory.watch is None:
+            memory.watch = self._watch(wanted, memory, wake)
+        # after a restart of the operator: look before the status is touched
+        return memory.watch.unheard(_FIRST_ANSWER_S) if wanted.ready else 0.0
+
+    def _watch(self, wanted: PodSeen, memory: Memory, wake: Callable[[], None]) -> PodWatch:
+        watch = PodWatch(
             self._pods,
             uid=wanted.uid,
             ip=wanted.ip,
@@ -68,10 +77,8 @@ class Steering:
             wake=wake,
             gauge=self._metrics.polls,
         )
-        memory.watch.start()
-        if wanted.ready:
-            # after a restart of the operator: look before the status is touched
-            await memory.watch.first_answer(_FIRST_ANSWER_S)
+        watch.start()
+        return watch
 
     async def steer(
         self, replica: Replica, plan: Plan, pod: PodSeen | None, memory: Memory

@@ -7,7 +7,8 @@ import asyncio
 import contextvars
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
 import structlog
@@ -19,6 +20,13 @@ from rollout_operator.metrics import Metrics
 from rollout_operator.reconcile import Next
 
 PASS_DEADLINE_S: Final = 60.0
+QUEUE_DEADLINE_S: Final = 300.0
+"""So long a pass may wait for its turn; only a start with very many replicas comes near."""
+FAST_LANE: Final = 24
+"""Passes at once."""
+SLOW_LANE: Final = 8
+"""Passes at once over replicas whose last one failed or was slow: they wait for each other only."""
+_SLOW_S: Final = 2.0
 _REPORT_DEADLINE_S: Final = 30.0
 _BACKOFF_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 
@@ -48,6 +56,8 @@ class _Worker:
         self.memory = Memory()
         self.woken = asyncio.Event()
         self.fresh = False
+        self.slow = False
+        """Its last pass failed, or took long."""
         self.due = 0.0
         """Monotonic time by which its present pass must have ended or its next one begun."""
         self.task: asyncio.Task[None] | None = None
@@ -62,6 +72,9 @@ class Workers:
         self._metrics = metrics
         self._workers: dict[Key, _Worker] = {}
         self._open = False
+        # asyncio's semaphores serve in the order in which they were asked
+        self._fast = asyncio.Semaphore(FAST_LANE)
+        self._slow = asyncio.Semaphore(SLOW_LANE)
 
     def open(self) -> None:
         """Let wake-ups begin workers from now on."""
@@ -75,7 +88,7 @@ class Workers:
         if worker is None:
             worker = self._workers[key] = _Worker()
             self._metrics.replicas.set(len(self._workers))
-            worker.due = time.monotonic() + PASS_DEADLINE_S
+            worker.due = time.monotonic() + QUEUE_DEADLINE_S
             # an empty context: the watcher's own would pin the event's body for good
             worker.task = asyncio.create_task(
                 self._work(key, worker), context=contextvars.Context()
@@ -109,10 +122,14 @@ class Workers:
         failures = 0
         try:
             while True:
-                worker.woken.clear()
-                fresh, worker.fresh = worker.fresh, False
-                worker.due = time.monotonic() + PASS_DEADLINE_S
-                following, error = await self._pass(key, worker, fresh=fresh)
+                worker.due = time.monotonic() + QUEUE_DEADLINE_S
+                async with self._turn(worker):
+                    # what comes while it waits for its turn is in this pass
+                    worker.woken.clear()
+                    fresh, worker.fresh = worker.fresh, False
+                    worker.due = time.monotonic() + PASS_DEADLINE_S
+                    following, error = await self._pass(key, worker, fresh=fresh)
+                worker.slow |= error is not None
                 if error is None:
                     failures = 0
                     if following is None:
@@ -129,6 +146,19 @@ class Workers:
                 del self._workers[key]
             self._metrics.replicas.set(len(self._workers))
             await worker.memory.close()
+
+    @asynccontextmanager
+    async def _turn(self, worker: _Worker) -> AsyncIterator[None]:
+        with self._metrics.queued.track_inprogress():
+            lane = self._slow if worker.slow else self._fast
+            await lane.acquire()
+        begun = time.monotonic()
+        worker.slow = True
+        try:
+            yield
+            worker.slow = time.monotonic() - begun > _SLOW_S
+        finally:
+            lane.release()
 
     async def _pass(
         self, key: Key, worker: _Worker, *, fresh: bool

@@ -189,6 +189,7 @@ def test_the_operators_own_settings_accept_what_the_chart_sets(helm, monkeypatch
     for values, namespaces, wide in [
         ({}, ("ns",), False),
         ({"watchNamespaces": ["a", "b"]}, ("a", "b"), False),
+        ({"replicaSelector": "shard=a,!test"}, ("ns",), False),
         ({"clusterWide": True, "log": {"format": "console", "level": "debug"}}, (), True),
     ]:
         for name, value in environment(render(helm, values)).items():
@@ -199,6 +200,7 @@ def test_the_operators_own_settings_accept_what_the_chart_sets(helm, monkeypatch
         assert settings.cluster_wide is wide
         assert settings.default_image == "localhost/rollout-pod:dev"
         assert settings.lease() == ("ns", "ro-rollout-operator")
+        assert settings.replica_selector == values.get("replicaSelector", "")
 
 
 def test_users_of_the_cluster_get_the_kind_by_aggregation(helm):

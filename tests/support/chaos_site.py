@@ -92,6 +92,7 @@ class ChaosKube(KubeApi):
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
+        verb: str = "",
     ) -> Json:
         site = self._site
         request = _request(method, path, body, query, content_type, self._door, site.loop.now)

@@ -93,6 +93,8 @@ class FakeApiServer:
         self.accepted: list[Request] = []
         """Writes that were done, in the order in which they were."""
         self.faults: list[Fault] = []
+        self.page = 0
+        """Lists are cut into pages of so many where a client asks for pages; 0: they are not."""
         self.muted: set[str] = set()
         """Resources whose watch events are lost."""
         self.admit: Callable[[Json], None] = lambda body: None
@@ -304,12 +306,19 @@ class FakeApiServer:
         response = web.StreamResponse()
         await response.prepare(request)
         queue = self.watch(seen.resource)
+        shown = {
+            raw["metadata"]["uid"]
+            for raw in self._objects[seen.resource].values()
+            if _selected(raw, seen.query)
+        }
         since = int(seen.query.get("resourceVersion") or 0)
         for raw in self._objects[seen.resource].values():
             if int(raw["metadata"]["resourceVersion"]) > since:
                 queue.put_nowait({"type": "MODIFIED", "object": _copy(raw)})
         try:
             while (item := await queue.get()) is not None:
+                if item["type"] != "ERROR" and not self._shows(item, seen.query, shown):
+                    continue
                 await self._while_cut(seen.door)
                 await response.write(json.dumps(item).encode() + b"\n")
                 if item["type"] == "ERROR":
@@ -320,12 +329,28 @@ class FakeApiServer:
             self.unwatch(seen.resource, queue)
         return response
 
+    def _shows(self, item: Json, query: dict[str, str], shown: set[str]) -> bool:
+        """What leaves a watch's selector is DELETED for it."""
+        uid = item["object"]["metadata"]["uid"]
+        if _selected(item["object"], query):
+            shown.add(uid)
+            return True
+        was_shown = uid in shown
+        shown.discard(uid)
+        item["type"] = "DELETED"
+        return was_shown
+
     def _answer(self, seen: Request) -> Json:
         objects = self._objects[seen.resource]
         if seen.method == "GET" and not seen.name:
             api, kind = KINDS[seen.resource]
             meta = {"resourceVersion": str(self._version)}
-            items = self.all(seen.resource)
+            items = [o for o in self.all(seen.resource) if _selected(o, seen.query)]
+            if self.page and "limit" in seen.query:
+                start = int(seen.query.get("continue") or 0)
+                if start + self.page < len(items):
+                    meta["continue"] = str(start + self.page)
+                items = items[start : start + self.page]
             return {"apiVersion": api, "kind": f"{kind}List", "metadata": meta, "items": items}
         if seen.method == "POST":
             return self._post(seen)
@@ -426,6 +451,16 @@ class FakeApiServer:
             return
         for queue in self._watches[resource]:
             queue.put_nowait({"type": kind, "object": _copy(raw)})
+
+
+def _selected(raw: Json, query: dict[str, str]) -> bool:
+    """Whether the labels are as ``labelSelector`` (by equality) wants them."""
+    labels = (raw["metadata"].get("labels") or {}).items()
+    for part in filter(None, query.get("labelSelector", "").split(",")):
+        key, _, value = part.partition("=")
+        if ((key.removesuffix("!"), value) in labels) is key.endswith("!"):
+            return False
+    return True
 
 
 def _copy(body: Any) -> Any:

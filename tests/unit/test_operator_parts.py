@@ -104,8 +104,8 @@ def test_late_news_does_not_replace_newer_news():
     assert not cache.put(_object("10"))
     assert (cache.get(key) or {})["metadata"]["resourceVersion"] == "10"
     assert "managedFields" not in (cache.get(key) or {})["metadata"]
-    assert not cache.drop(key, uid="another")
-    assert cache.drop(key, uid="u")
+    assert not cache.drop(key, last={"metadata": {"uid": "another"}})
+    assert cache.drop(key, last={"metadata": {"uid": "u", "resourceVersion": "9"}})
     assert not cache.drop(key)
     assert cache.get(key) is None
 
@@ -222,6 +222,7 @@ async def test_a_worker_ends_with_its_replica_and_comes_back_with_it():
 
 async def test_a_worker_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rollout_operator.workers.PASS_DEADLINE_S", -1.0)
+    monkeypatch.setattr("rollout_operator.workers.QUEUE_DEADLINE_S", -1.0)
     passes = Passes(Next(delay=0))
     workers = Workers(passes, report=passes.report, metrics=Metrics())
     workers.open()

@@ -130,9 +130,9 @@ async def test_a_newer_build_of_the_operator_with_other_defaults_writes_nothing(
             ROLLOUT_OPERATOR_RESYNC_SECONDS="1",
         )
         await operator.ready()
-        # it has looked at the pod, more than once
+        # it has looked at all of it, more than once
         await b.until(
-            lambda: [str(r) for r in b.server.requests[start:]].count("GET pods/qwen-0") > 2,
+            lambda: [str(r) for r in b.server.requests[start:]].count("GET secrets/qwen-admin") > 2,
             timeout=30,
         )
         assert b.server.writes(start) == []

@@ -1,7 +1,14 @@
 """The newest object that a watch, a read or an own write has shown, by name."""
 
+from collections.abc import Callable
+from typing import Final
+
 from rollout_operator.api.replica import slim_managed_fields
 from rollout_operator.apply.kube import JsonObject, Kube
+from rollout_pod.protocol import DESIRED_ANNOTATION
+
+_REMEMBERED: Final = 4096
+_BIG: Final = ("containers", "initContainers", "ephemeralContainers", "volumes", "tolerations")
 
 Key = tuple[str, str]
 """Namespace and name."""
@@ -10,8 +17,11 @@ Key = tuple[str, str]
 class Cache:
     """Objects of one kind. Late news never replaces newer news."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, slim: Callable[[JsonObject], None] = lambda _: None) -> None:
         self._objects: dict[Key, JsonObject] = {}
+        self._slim = slim
+        self._gone: dict[str, JsonObject] = {}
+        """Metadata, by uid, of what was dropped last: a late list must not bring it back."""
 
     def get(self, key: Key) -> JsonObject | None:
         """Return the newest known object."""
@@ -26,21 +36,34 @@ class Cache:
         meta = raw["metadata"]
         key = (meta["namespace"], meta["name"])
         known = self._objects.get(key)
-        if known is not None and not _newer(meta, known["metadata"]):
+        last = known["metadata"] if known is not None else self._gone.get(meta["uid"])
+        if last is not None and not _newer(meta, last):
             return False
         owners = slim_managed_fields(meta.pop("managedFields", None))
         if owners:
             meta["managedFields"] = owners
+        self._slim(raw)
         self._objects[key] = raw
         return True
 
-    def drop(self, key: Key, *, uid: str | None = None) -> bool:
-        """Forget the object (with ``uid``: only that incarnation); tell whether it was known."""
+    def drop(self, key: Key, *, last: JsonObject | None = None) -> bool:
+        """Forget the object (``last``: that incarnation, as it was in the end); was it known?"""
         known = self._objects.get(key)
-        if known is None or (uid is not None and known["metadata"]["uid"] != uid):
+        if known is None or (last and known["metadata"]["uid"] != last["metadata"]["uid"]):
             return False
         del self._objects[key]
+        meta = (last or known)["metadata"]
+        self._gone[meta["uid"]] = {"resourceVersion": meta.get("resourceVersion", "")}
+        if len(self._gone) > _REMEMBERED:
+            del self._gone[next(iter(self._gone))]
         return True
+
+
+def slim_pod(raw: JsonObject) -> None:
+    """Take off a pod what nobody reads: that is most of it."""
+    for name in _BIG:
+        (raw.get("spec") or {}).pop(name, None)
+    (raw["metadata"].get("annotations") or {}).pop(DESIRED_ANNOTATION, None)
 
 
 def _newer(meta: JsonObject, known: JsonObject) -> bool:

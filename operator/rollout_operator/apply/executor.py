@@ -39,10 +39,17 @@ class Executor:
     """Acts on the API server and remembers what it answered."""
 
     def __init__(
-        self, kube: Kube, pods: Cache, *, metrics: Metrics, clock: Callable[[], float]
+        self,
+        kube: Kube,
+        *,
+        pods: Cache,
+        services: Cache,
+        metrics: Metrics,
+        clock: Callable[[], float],
     ) -> None:
         self._kube = kube
         self._pods = pods
+        self._services = services
         self._metrics = metrics
         self._clock = clock
 
@@ -61,7 +68,7 @@ class Executor:
                     SECRETS, replica.namespace, action.name, {"data": _token()}
                 )
             case ApplyService():
-                await self._apply_service(action.manifest, memory)
+                await self._apply_service(action.manifest)
             case CreatePod():
                 await self._create_pod(action, replica, memory)
             case DeletePod():
@@ -82,15 +89,14 @@ class Executor:
             body = {**manifest, "data": _token()}
             memory.secret = await self._create(SECRETS, namespace, body)
 
-    async def _apply_service(self, manifest: Manifest, memory: Memory) -> None:
-        namespace, name = _key(manifest)
-        slot = 1 if manifest["spec"].get("clusterIP") == "None" else 0
-        found = await self._kube.get(SERVICES, namespace, name)
-        if found is not None and memory.services[slot] is None:
+    async def _apply_service(self, manifest: Manifest) -> None:
+        key = _key(manifest)
+        known = self._services.get(key)
+        found = await reread(self._kube, self._services, SERVICES, key)
+        if found is not None and known is None:
             # somebody was faster: whose it is, the next plan sees
-            memory.services[slot] = found
             return
-        memory.services[slot] = await self._kube.apply(SERVICES, namespace, name, manifest)
+        self._services.put(await self._kube.apply(SERVICES, *key, manifest))
 
     async def _create_pod(self, action: CreatePod, replica: Replica, memory: Memory) -> None:
         key = _key(action.manifest)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, Protocol
 
 import aiohttp
@@ -28,6 +28,7 @@ _PREFIXES: Final = {
     LEASES: "/apis/coordination.k8s.io/v1",
 }
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=20)
+_PAGE: Final = 500
 _JSON: Final = "application/json"
 _MERGE: Final = "application/merge-patch+json"
 _APPLY: Final = "application/apply-patch+yaml"
@@ -38,6 +39,11 @@ class Kube(Protocol):
 
     async def get(self, resource: str, namespace: str, name: str) -> JsonObject | None:
         """Return the object as it is now; None if there is none."""
+
+    def pages(
+        self, resource: str, namespace: str, *, selector: str = ""
+    ) -> AsyncIterator[JsonObject]:
+        """Yield lists of a page each; all namespaces where ``namespace`` is empty."""
 
     async def create(
         self, resource: str, namespace: str, body: Mapping[str, Any], *, dry_run: bool = False
@@ -114,6 +120,20 @@ class KubeApi:
                 return None
             raise
 
+    async def pages(
+        self, resource: str, namespace: str, *, selector: str = ""
+    ) -> AsyncIterator[JsonObject]:
+        """See ``Kube``."""
+        query = {"limit": str(_PAGE)} | ({"labelSelector": selector} if selector else {})
+        path = _path(resource, namespace)
+        while True:
+            page = await self._call("GET", path, kind=resource, query=query, verb="LIST")
+            yield page
+            following = page["metadata"].get("continue")
+            if not following:
+                return
+            query["continue"] = following
+
     async def create(
         self, resource: str, namespace: str, body: Mapping[str, Any], *, dry_run: bool = False
     ) -> JsonObject:
@@ -187,6 +207,7 @@ class KubeApi:
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
         content_type: str = _JSON,
+        verb: str = "",
     ) -> JsonObject:
         code = "error"
         try:
@@ -204,7 +225,7 @@ class KubeApi:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise KubeError(0, type(error).__name__, str(error) or "no answer in time") from error
         finally:
-            self._metrics.api_requests.labels(verb=method, resource=kind, code=code).inc()
+            self._metrics.api_requests.labels(verb=verb or method, resource=kind, code=code).inc()
         if response.status >= 300:
             raise _error(response.status, response.headers.get("Retry-After"), data)
         answer: JsonObject = json.loads(data)

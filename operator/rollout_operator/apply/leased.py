@@ -1,6 +1,6 @@
 """Writes to the API server only while this operator may work."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from rollout_operator.apply.errors import KubeError
@@ -17,6 +17,12 @@ class LeasedKube:
     async def get(self, resource: str, namespace: str, name: str) -> JsonObject | None:
         """See ``Kube``."""
         return await self._kube.get(resource, namespace, name)
+
+    def pages(
+        self, resource: str, namespace: str, *, selector: str = ""
+    ) -> AsyncIterator[JsonObject]:
+        """See ``Kube``."""
+        return self._kube.pages(resource, namespace, selector=selector)
 
     async def create(
         self, resource: str, namespace: str, body: Mapping[str, Any], *, dry_run: bool = False

@@ -42,7 +42,8 @@ class PodWatch:
         self._error = ""
         self._failing_since: float | None = None
         self._unauthorized = False
-        self._answered = asyncio.Event()
+        self._answered = False
+        self._started = time.monotonic()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -56,13 +57,11 @@ class PodWatch:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def first_answer(self, timeout: float) -> None:
-        """Wait until the pod has answered or failed to, ``timeout`` seconds at most."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self._answered.wait()
-        except TimeoutError:
-            return
+    def unheard(self, patience_s: float) -> float:
+        """Return the rest of ``patience_s`` while the pod has neither answered nor failed to."""
+        if self._answered:
+            return 0.0
+        return max(0.0, self._started + patience_s - time.monotonic())
 
     def report(self) -> Report:
         """Return what is known of the pod."""
@@ -109,8 +108,8 @@ class PodWatch:
             failures = 0
             mended = self._failing_since is not None
             self._error, self._failing_since, self._unauthorized = "", None, False
-            if self._take(state) or mended or not self._answered.is_set():
-                self._answered.set()
+            if self._take(state) or mended or not self._answered:
+                self._answered = True
                 self._wake()
 
     def _fail(self, error: Exception) -> None:
@@ -118,4 +117,4 @@ class PodWatch:
             self._failing_since = time.monotonic()
         self._error = str(error) or type(error).__name__
         self._unauthorized = isinstance(error, Unauthorized)
-        self._answered.set()
+        self._answered = True

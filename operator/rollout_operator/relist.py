@@ -1,0 +1,128 @@
+"""Lists everything, page by page: at the start, and now and then for what a watch has lost."""
+
+import asyncio
+import contextvars
+import random
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import structlog
+
+from rollout_operator.api import names
+from rollout_operator.api.selector import Selector
+from rollout_operator.apply.cache import Cache
+from rollout_operator.apply.errors import KubeError
+from rollout_operator.apply.kube import PODS, REPLICAS, SERVICES, Kube
+from rollout_operator.hub import Hub
+from rollout_operator.observe import Caches
+
+OURS: Final = Selector.parse(f"{names.MANAGED_BY_LABEL}={names.MANAGER}")
+_RETRY_S: Final = 2.0
+_DEADLINE_S: Final = 120.0
+_MOMENT_S: Final = 10.0
+
+log = structlog.get_logger(__name__)
+
+
+class Relist:
+    """One task. A restart costs pages, not a read for each object."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        caches: Caches,
+        hub: Hub,
+        *,
+        namespaces: tuple[str, ...],
+        selector: Selector,
+        period_s: float,
+        wanted: Callable[[], bool],
+    ) -> None:
+        self._kube = kube
+        self._namespaces = namespaces or ("",)
+        self._period_s = period_s
+        self._wanted = wanted
+        self._due = asyncio.Event()
+        self._listed_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+        # replicas first: it is by them that the others are known
+        self._kinds: tuple[tuple[str, Selector, Cache, Callable[[Any], None]], ...] = (
+            (REPLICAS, selector, caches.replicas, hub.replica),
+            (PODS, OURS, caches.pods, hub.pod),
+            (SERVICES, OURS, caches.services, hub.service),
+        )
+        self.first = asyncio.Event()
+        """Set when everything was listed once."""
+
+    def start(self) -> None:
+        """Begin with a first list."""
+        self._task = asyncio.create_task(self._run(), context=contextvars.Context())
+
+    async def stop(self) -> None:
+        """End the task."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def soon(self) -> None:
+        """List again without waiting for the time, unless that was done a moment ago."""
+        if time.monotonic() > self._listed_at + _MOMENT_S:
+            self._due.set()
+
+    async def _run(self) -> None:
+        while True:
+            self._due.clear()
+            delay = self._period_s * random.uniform(0.9, 1.1)  # noqa: S311 - jitter
+            if not self.first.is_set() or self._wanted():
+                try:
+                    async with asyncio.timeout(_DEADLINE_S):
+                        await self._all()
+                    self._listed_at = time.monotonic()
+                    self.first.set()
+                except (KubeError, TimeoutError) as error:
+                    log.warning("not listed", reason=str(error) or "no end in time")
+                    delay = _RETRY_S
+                except Exception:
+                    # the watches go on; a bug here must not end what heals them
+                    log.exception("not listed")
+            try:
+                async with asyncio.timeout(delay):
+                    await self._due.wait()
+            except TimeoutError:
+                continue
+
+    async def _all(self) -> None:
+        for resource, selector, cache, feed in self._kinds:
+            for namespace in self._namespaces:
+                await self._one(resource, namespace, selector, cache, feed)
+
+    async def _one(
+        self,
+        resource: str,
+        namespace: str,
+        selector: Selector,
+        cache: Cache,
+        feed: Callable[[Any], None],
+    ) -> None:
+        listed: set[tuple[str, str]] = set()
+        version = ""
+        async for page in self._kube.pages(resource, namespace, selector=selector.text):
+            version = page["metadata"].get("resourceVersion", "")
+            for raw in page.get("items") or ():
+                listed.add((raw["metadata"]["namespace"], raw["metadata"]["name"]))
+                feed({"type": None, "object": raw})
+        for key in cache.keys():  # noqa: SIM118 - a Cache is no mapping
+            raw = cache.get(key)
+            if raw is None or key in listed or (namespace and key[0] != namespace):
+                continue
+            meta = raw["metadata"]
+            # what is not ours was read by name; what is newer than the list was made since
+            if resource != REPLICAS and not selector.matches(meta.get("labels") or {}):
+                continue
+            if _older(meta.get("resourceVersion", ""), version):
+                feed({"type": "DELETED", "object": raw})
+
+
+def _older(version: str, than: str) -> bool:
+    return not (version.isdecimal() and than.isdecimal()) or int(version) <= int(than)
