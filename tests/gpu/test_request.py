@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm.lora.layers.base import BaseLayerWithLoRA
 
 from rollout_pod.protocol import GenerateResponse, RoutedExperts
 from tests.support.engine_kit import LORA_RANK, adapter, merged, prompts
@@ -20,7 +21,6 @@ from tests.support.tiny_vision import END, IMAGE, START, make_vision
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(250)]
 
 LEN = 32
-ASKED = prompts(6)
 
 
 def ask(
@@ -42,11 +42,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def of_merged_weights(base: Path) -> list[GenerateResponse]:
+def of_merged_weights(base: Path) -> np.ndarray:
     with serve_process(merged(base, 1), engine_args=ENGINE_ARGS) as pod:
         pod.start()
         pod.serving("base")
-        return [ask(pod, prompt) for prompt in ASKED]
+        return log_probs(pod, LONG)
 
 
 @pytest.fixture(scope="module")
@@ -61,33 +61,41 @@ def lora_pod(base: Path, of_merged_weights: object) -> Iterator[ServeProcess]:
         yield pod
 
 
+def log_probs(pod: ServeProcess, prompt: list[int], **more: object) -> np.ndarray:
+    """Of the prompt's own tokens, whatever is sampled after them."""
+    sampling = GREEDY | {"max_tokens": 1, "prompt_logprobs": 0}
+    answer = pod.generate(prompt, 1, sampling_params=sampling, **more)
+    assert answer.prompt_log_probs is not None
+    return np.array([entries[0].log_prob for entries in answer.prompt_log_probs if entries])
+
+
+LONG = [token for prompt in prompts(40) for token in prompt][:400]
+
+
 def test_an_adapter_is_as_good_as_merged_weights(
-    lora_pod: ServeProcess, of_merged_weights: list[GenerateResponse]
+    lora_pod: ServeProcess, of_merged_weights: np.ndarray
 ) -> None:
-    same = [
-        agreed(whole, ask(lora_pod, prompt, lora="one"))
-        for prompt, whole in zip(ASKED, of_merged_weights, strict=True)
-    ]
-    assert min(same) >= 0 and sum(same) >= 2 * len(ASKED), same
-    plain = [
-        agreed(whole, ask(lora_pod, prompt))
-        for prompt, whole in zip(ASKED, of_merged_weights, strict=True)
-    ]
-    assert max(plain) < 1, "the adapter changes nothing: the test shows nothing"
+    """Merged weights are rounded to bfloat16 once more, so not the same to the last bit."""
+    adapted = np.abs(log_probs(lora_pod, LONG, lora="one") - of_merged_weights)
+    plain = np.abs(log_probs(lora_pod, LONG) - of_merged_weights)
+    assert np.median(plain) > 0.1, "the adapter changes nothing: the test shows nothing"
+    assert np.median(adapted) < np.median(plain) / 4, (np.median(adapted), np.median(plain))
 
 
-def test_an_update_reaches_the_base_under_an_adapter(
-    lora_pod: ServeProcess, base: Path, of_merged_weights: list[GenerateResponse]
+def test_an_update_reaches_the_base_under_an_adapter_or_is_refused(
+    lora_pod: ServeProcess, base: Path, of_merged_weights: np.ndarray
 ) -> None:
-    done = lora_pod.cli("update", "merged", f"--path={merged(base, 1)}")
+    """vLLM 0.26 does not find the layers that adapters wrap."""
+    done = lora_pod.cli("update", "merged", f"--path={merged(base, 1)}", "--timeout=20")
+    if not hasattr(BaseLayerWithLoRA, "load_weights"):
+        assert done.returncode == 1
+        assert "--enable-lora takes no weight updates" in done.stderr
+        assert lora_pod.generate(PROMPT, 4).weight_versions[0].version == "base"
+        return
     assert done.returncode == 0, f"{done.stderr}\n{lora_pod.tail()}"
-    same = [
-        agreed(whole, ask(lora_pod, prompt))
-        for prompt, whole in zip(ASKED, of_merged_weights, strict=True)
-    ]
-    assert min(same) >= 0 and sum(same) >= 2 * len(ASKED), same
+    updated = np.abs(log_probs(lora_pod, LONG) - of_merged_weights)
+    assert np.median(updated) < 0.02
     assert lora_pod.cli("update", "base").returncode == 0
-    assert agreed(of_merged_weights[0], ask(lora_pod, ASKED[0], lora="one")) >= 0
 
 
 # --- images ---
@@ -153,7 +161,7 @@ def expert_pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProces
 def routes(experts: RoutedExperts | None) -> np.ndarray:
     """``[tokens, layers, experts per token]``, each token's in ascending order."""
     assert experts is not None
-    array = np.frombuffer(data=_raw(experts), dtype=experts.dtype).reshape(experts.shape)
+    array = np.frombuffer(_raw(experts), dtype=experts.dtype).reshape(experts.shape)
     layers, experts_of_a_token, there_are = 3, 2, 8
     assert array.shape[1:] == (layers, experts_of_a_token)
     assert array.min() >= 0 and array.max() < there_are

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rollout_pod.engine import boot_record, cpu_repairs, device_slot
+from rollout_pod.engine import boot_record, cpu_repairs, device_slot, reloading
 from rollout_pod.engine.arguments import STAGING
 from rollout_pod.engine.fast import FastLoader
 from rollout_pod.engine.layerwise import LayerwiseLoader
@@ -65,14 +65,11 @@ class RolloutWorker:
         text_config = self.vllm_config.model_config.hf_config.get_text_config()
         tied = bool(getattr(text_config, "tie_word_embeddings", False))
         wanted = boot_record.expected(record, tied=tied) if record is not None else None
-        load_format = self.vllm_config.load_config.load_format
+        why_not = reloading.refusal_of(self.vllm_config, is_recorded=wanted is not None)
 
         def expected() -> Expected:
-            if wanted is None:
-                raise UpdatesUnsupportedError(
-                    f"an engine with --load-format {load_format} takes no weight updates: what "
-                    "it loaded at boot is not known; use the default format"
-                )
+            if why_not is not None or wanted is None:
+                raise UpdatesUnsupportedError(why_not)
             return wanted
 
         if record is not None and record.ignored():

@@ -1,0 +1,45 @@
+"""What vLLM cannot load a second time: refused before the first byte, with the reason."""
+
+from typing import Any
+
+
+def refusal(*, load_format: str, is_recorded: bool, eplb: bool, lora: bool, lora_reloads: bool
+            ) -> str | None:  # fmt: skip
+    """Why an engine takes no weight updates; None where it does.
+
+    Args:
+        load_format: ``--load-format``.
+        is_recorded: Whether it is known what the boot loaded.
+        eplb: ``--enable-eplb``.
+        lora: ``--enable-lora``.
+        lora_reloads: Whether layers that adapters wrap can be loaded again (vLLM 0.32; not 0.26).
+    """
+    if eplb:
+        return (
+            "an engine with --enable-eplb takes no weight updates: its experts move between ranks, "
+            "and which parameter holds which expert is not known; start it without"
+        )
+    if lora and not lora_reloads:
+        return (
+            "an engine with --enable-lora takes no weight updates in this version of vLLM, which "
+            "does not find the layers that adapters wrap; use vLLM 0.32 or newer, or no adapters"
+        )
+    if not is_recorded:
+        return (
+            f"an engine with --load-format {load_format} takes no weight updates: what it loaded "
+            "at boot is not known; use the default format"
+        )
+    return None
+
+
+def refusal_of(config: Any, *, is_recorded: bool) -> str | None:
+    """The same, of a ``VllmConfig``."""
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+
+    return refusal(
+        load_format=config.load_config.load_format,
+        is_recorded=is_recorded,
+        eplb=config.parallel_config.enable_eplb,
+        lora=config.lora_config is not None,
+        lora_reloads=hasattr(BaseLayerWithLoRA, "load_weights"),
+    )
