@@ -153,6 +153,14 @@ class TestTheSharedGate:
             with pytest.raises(CancelTimeout):
                 await cancel
 
+    async def test_before_any_has_joined_there_is_nothing_to_cut(self) -> None:
+        gate = SharedGate(FakeEngine())
+        gate.close(CancelReason.PAUSED)
+        counts = await gate.cancel(timeout_s=1)
+        assert counts is not None
+        assert (counts.aborted, counts.kept) == (0, 0)
+        assert await gate.wait_idle(timeout_s=0)
+
     async def test_an_engine_that_cannot_pause_fails_the_cancel(self) -> None:
         async with Pod() as pod:
             pod.engine.dead = "it died"

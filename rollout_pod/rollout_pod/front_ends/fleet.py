@@ -23,6 +23,7 @@ log = structlog.get_logger(__name__)
 _LOOK_S: Final = 1.0
 """How often it is looked at what makes no news: whether the engine lives."""
 _END_S: Final = 10.0
+_METRICS_S: Final = 5.0
 
 
 class Fleet:
@@ -81,19 +82,45 @@ class Fleet:
         member = Member(share.index, link.channel)
         self._members.append(member)
         reading = asyncio.create_task(link.run(), name=f"front end {share.index} channel")
+        ended = asyncio.create_task(process.wait(), name=f"front end {share.index} process")
+        watch = asyncio.create_task(self._watch(member), name=f"front end {share.index} watch")
         try:
             if self._facts is not None:
                 link.channel.tell("facts", msgspec.to_builtins(self._facts))
             self._gate.join(member)
-            code = await process.wait()
+            await asyncio.wait({ended, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                watch.result()
             await reading  # its last words
         finally:
             if process.returncode is None:
                 await self._end(member, process)
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-        why = self._failures.get(share.index, f"exit code {code}")
+            for task in (reading, ended, watch):
+                task.cancel()
+            await asyncio.gather(reading, ended, watch, return_exceptions=True)
+        why = self._failures.get(share.index, f"exit code {process.returncode}")
         raise PodFailed(f"front end {share.index} ended: {why}")
+
+    async def _watch(self, member: Member) -> None:
+        """Until cancelled, or its loop hangs: connections that the kernel gives it would hang, too.
+
+        Raises:
+            PodFailed: it hangs.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if not self._supervisor.is_started:
+                continue
+            timeout_s = self._supervisor.heartbeat_timeout_s
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await member.channel.call("settle")
+            except TimeoutError:
+                raise PodFailed(
+                    f"front end {member.index}: no answer for {timeout_s:g} s, its loop hangs"
+                ) from None
+            except (ChannelClosed, CallFailed):
+                await asyncio.sleep(_END_S)  # it is ending; its end says why
 
     async def _end(self, member: Member, process: asyncio.subprocess.Process) -> None:
         member.channel.tell("end")
@@ -155,7 +182,8 @@ class Fleet:
     async def _metrics(self) -> bytes:
         texts = {"main": await self._supervisor.metrics_text()}
         for member in self._members:
-            with suppress(ChannelClosed, CallFailed):
-                text: Any = await member.channel.call("metrics")
+            with suppress(ChannelClosed, CallFailed, TimeoutError):
+                async with asyncio.timeout(_METRICS_S):
+                    text: Any = await member.channel.call("metrics")
                 texts[str(member.index)] = text
         return await asyncio.to_thread(merge_metrics, texts)

@@ -1,6 +1,7 @@
 """``rollout-pod front-end``: the process of one front end, started by ``serve``."""
 
 import asyncio
+import os
 import socket
 from typing import Any
 
@@ -61,7 +62,11 @@ async def _run(end: socket.socket, settings: FrontEndSettings) -> int:
     else:
         return 0
     finally:
+        is_attached = attach.done()
         await _end(server, attach, helpers)
+        if not is_attached:
+            # a thread waits for an engine that may never come, and nothing can interrupt it
+            os._exit(1)
         await engine.shutdown()
 
 

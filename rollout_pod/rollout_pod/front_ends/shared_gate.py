@@ -191,7 +191,8 @@ class SharedGate(Gate):
                 await asyncio.gather(self._pausing, return_exceptions=True)
                 self._pausing = None
         self._drain_began = None
-        aborted, finished, tokens, kept = (sum(each) for each in zip(*answers, strict=True))
+        counts = zip([0, 0, 0, 0], *answers, strict=True)  # before any has joined there are none
+        aborted, finished, tokens, kept = (sum(each) for each in counts)
         return CancelCounts(aborted, finished, tokens, kept, time.monotonic() - started)
 
     async def wait_idle(self, *, timeout_s: float) -> bool:
