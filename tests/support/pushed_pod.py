@@ -26,6 +26,7 @@ class RanksEngine(FakeEngine):
     place: Place | None = None
     loaders: list[ModelLoader] = field(default_factory=list)
     before_clear: asyncio.Event | None = None
+    gpu_uuid: str | None = None
 
     async def load_weights(
         self, session: str, *, version: str, flush: bool, timeout_s: float
@@ -50,6 +51,9 @@ class RanksEngine(FakeEngine):
         if self.before_clear:
             await self.before_clear.wait()
         return await super().clear_caches()
+
+    def gpu_uuids(self) -> tuple[str | None, ...]:
+        return (self.gpu_uuid,) * self.world
 
     def rank_sockets(self) -> tuple[Path, ...]:
         assert self.place

@@ -168,6 +168,29 @@ async def test_a_gpu_that_is_not_the_ranks_own(place: Place, pod: Pod) -> None:
         assert done.state.update and "no GPU" in done.state.update.note
 
 
+async def test_straight_out_of_the_trainers_gpu_memory(place: Place) -> None:
+    """The document names the transport; what is exported once is used for all versions."""
+    gpu, ranks_view = FakeDevice(place.root / "gpu"), FakeDevice(place.root / "gpu")
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    held = gpu.give(FIRST)
+    async with pushed_pod(place) as pod, pusher_of(place, device=gpu) as pusher:
+        engine_of(pod).gpu_uuid = gpu.uuid
+        for number in range(3):
+            for name, tensor in mixed_tensors(number).items():
+                held[name].copy_(tensor)
+            pod.want(pushed(f"step-{number}"), transport="cuda_ipc")
+            done = await pusher.push_async(f"step-{number}", held, timeout_s=20)
+            assert holds(pod, number)
+            update = done.state.update
+            assert update and (update.transport, update.mode, update.note) == (
+                "cuda_ipc", "direct", "",
+            )  # fmt: skip
+            if number == 0:
+                exports = gpu.calls["export"]
+        assert gpu.calls["export"] == exports
+    assert ranks_view.in_use == 0, "the ranks let go of it"
+
+
 async def test_two_processes_serve_one_session(place: Place, pod: Pod) -> None:
     """Each its own rank; one of them speaks to the pod when all are accepted."""
     pod.want(pushed("step-1"))
