@@ -122,9 +122,10 @@ class Ctl:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 message = state.update.message if state.update else ""
+                awaited = f"A trainer has to push {state.needs}. " if state.needs else ""
                 raise CtlError(
                     f"not there after {timeout_s:g} s: phase {state.phase}, "
-                    f"weights {state.weight_version}. {message}"
+                    f"weights {state.weight_version}. {awaited}{message}"
                 )
             state = self.state(after=state, timeout_s=min(30.0, remaining))
         return state

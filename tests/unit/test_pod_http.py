@@ -18,7 +18,7 @@ from rollout_pod.server.auth import Tokens
 from rollout_pod.server.body_limit import BodyLimit
 from rollout_pod.server.data_app import make_data_app
 from tests.support.fakes import fake_tokens
-from tests.support.pods import Pod, ref, running_pod
+from tests.support.pods import Pod, pushed, ref, running_pod
 
 BODY = {"request_id": "r", "prompt_token_ids": [1, 2], "sampling_params": {"max_tokens": 3}}
 
@@ -385,6 +385,9 @@ async def test_ctl_drives_a_local_pod(tmp_path: Path) -> None:
                 ctl.change(lambda d: d.model_copy(update={"weights": ref("bad")}))
                 with pytest.raises(CtlError, match="bad was rejected"):
                     ctl.wait(is_settled_on("bad"), timeout_s=5)
+                ctl.change(lambda d: d.model_copy(update={"weights": pushed("step-2")}))
+                with pytest.raises(CtlError, match="A trainer has to push step-2"):
+                    ctl.wait(is_settled_on("step-2"), timeout_s=0.2)
 
         await asyncio.to_thread(drive)
 
