@@ -441,6 +441,7 @@ class FakeAgent:
         self.calls.append(f"committed {self.staged.get(session)}")
 
     async def discard(self, *, session: str) -> None:
+        self.calls.append("discard")
         self.staged.pop(session, None)
 
     async def close(self) -> None:

@@ -294,6 +294,7 @@ async def test_an_offer_chases_the_fallback_off(tmp_path: Path) -> None:
         state = await pod.serving("step-2")
         assert state.update and state.update.target == "step-2"
         assert "load step-1" not in pod.engine.calls
+        assert "discard" in agent.calls, "the agent does not go on for nobody"
 
 
 async def test_a_fallback_serves_until_somebody_pushes(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Staging:
     _sessions: int = 0
     _task: asyncio.Task[None] | None = None
     _left: list[asyncio.Task[None]] = field(default_factory=list)
-    """Cancelled, and not joined yet."""
+    """What ends by itself, and was not joined yet."""
 
     async def prefetch(self, ref: WeightsRef) -> None:
         """Begin to prepare ``ref``; what was being prepared before is given up."""
@@ -74,6 +74,10 @@ class Staging:
         prepares meanwhile is not waited for any more.
         """
         self._leave_task()
+        stage = self.board.state.stage
+        if stage and stage.session and not stage.ref.is_pushed:
+            tell = self._tell_agent(self.agent.discard(session=stage.session))
+            self._left.append(asyncio.create_task(tell, name=f"discard {stage.session}"))
         update = self._begin(ref).model_copy(
             update={
                 "phase": UpdatePhase.STAGED, "session": offer.session, "bytes": offer.bytes,
