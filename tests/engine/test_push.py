@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -225,8 +226,11 @@ def test_pushes_under_load_lose_no_token_and_leave_nothing(versions: Path) -> No
     """Fifty of them; every partial and its continuation are what the named versions sample."""
     folder = versions / "dense"
     held = {n: tensors_of(folder / f"step-{n}") for n in (1, 2)}
-    before = set(os.listdir("/dev/shm"))
-    with serve_process(folder / "step-0") as pod, Pusher(pod.run_dir) as pusher:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="push-") as shm,
+        serve_process(folder / "step-0", f"--shm-dir={shm}") as pod,
+        Pusher(pod.run_dir) as pusher,
+    ):
         pod.start()
         pod.serving("base")
         over = False
@@ -290,7 +294,8 @@ def test_pushes_under_load_lose_no_token_and_leave_nothing(versions: Path) -> No
         fds, memory = usage(pod)
         assert fds <= base[0] + 3, "descriptors"
         assert memory <= base[1] + (64 << 20), "memory"
-    assert set(os.listdir("/dev/shm")) <= before
+        pusher.close()
+        assert not [name for name in os.listdir(shm) if name.startswith("rollout-push-")]
 
 
 def usage(pod: ServeProcess) -> tuple[int, int]:
