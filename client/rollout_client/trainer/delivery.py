@@ -1,9 +1,9 @@
 """A version's bytes to all replicas, once, or again."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from rollout_client.trainer.control import Control
 from rollout_client.trainer.errors import PeerFailed, Refused
@@ -16,6 +16,7 @@ from rollout_client.trainer.results import ReplicaResult
 from rollout_client.trainer.round import Round, follow
 from rollout_client.trainer.sending import Sending
 from rollout_client.trainer.tensors import Marks, Naming, TensorsChanged, refuse_changed
+from rollout_client.trainer.threads import on_thread
 from rollout_client.trainer.weights import Keep, Specs, Tensors, Weights
 from rollout_client.trainer.wishes import Hold
 from rollout_pod.weights.manifest import Manifest
@@ -68,6 +69,8 @@ class Delivery:
         gpu: int | None,
     ) -> Results:
         """Send a version to all; see ``ServerAdapter.update_weights``."""
+        # what the replicas go on asking for, if they are never asked for this one
+        before = self.last if self._keep == "reference" else None
         known, self._manifest, self.last = self._manifest, None, None
         if specs is not None:
             known = Manifest(wish.version, tuple(specs))
@@ -76,11 +79,13 @@ class Delivery:
         parcel: Parcel | None = None
         try:
             # first of all, and on every rank: it may be collective, too
-            tensors = await asyncio.to_thread(given.tensors)
+            tensors = await on_thread(given.tensors)
             controls = await find()
-            parcel = await asyncio.to_thread(
-                self._packer.pack, wish.version, tensors, _names(controls), manifest=known,
-                gpu=gpu, before_reading=round_.begin,
+            parcel = await on_thread(
+                partial(
+                    self._packer.pack, wish.version, tensors, _names(controls), manifest=known,
+                    gpu=gpu, before_reading=round_.begin,
+                )
             )  # fmt: skip
             results = await self._deliver(controls, wish, parcel, round_, timeout_s)
         except BaseException as error:
@@ -91,8 +96,8 @@ class Delivery:
             self._manifest = parcel.manifest  # it has proved right
             return results
         finally:
-            if parcel is not None:
-                self.last = self._sent(wish, weights, parcel)
+            is_asked_for = parcel is not None and parcel.is_asked_for
+            self.last = self._sent(wish, weights, parcel) if parcel and is_asked_for else before
 
     async def send_again(
         self,
@@ -114,23 +119,24 @@ class Delivery:
             Refused: nothing is kept of it, or its tensors have been written to since.
         """
         last = self.last
-        if last is None:
-            if not controls:
-                return {}
-            raise Refused(
-                "nothing is kept of the last version: the next update_weights brings one; "
-                "with keep='copy' it could be sent again"
-            )
-        given = _Given(last.weights, self._naming, gpu)
-        round_ = Round(self._ranks if last.packer.gathers else None, given.drain)
+        given = _Given(last.weights if last else {}, self._naming, gpu)
+        # what is kept as a copy needs no other rank
+        round_ = Round(self._ranks if self._keep == "reference" else None, given.drain)
         parcel: Parcel | None = None
         results: Results = {}
         try:
-            tensors = await asyncio.to_thread(given.tensors)
-            if controls:
-                parcel = await asyncio.to_thread(
-                    last.packer.pack, last.wish.version, tensors, _names(controls), gpu=gpu,
-                    before_reading=round_.begin,
+            if last is None and controls:
+                raise Refused(
+                    "nothing is kept of the last version: the next update_weights brings one; "
+                    "with keep='copy' it could be sent again"
+                )
+            tensors = await on_thread(given.tensors)
+            if last is not None and controls:
+                parcel = await on_thread(
+                    partial(
+                        last.packer.pack, last.wish.version, tensors, _names(controls), gpu=gpu,
+                        before_reading=round_.begin,
+                    )
                 )  # fmt: skip
                 try:
                     refuse_changed(last.marks or {}, parcel.marks or {})
@@ -151,11 +157,8 @@ class Delivery:
         Raises:
             PeerFailed: another rank's error.
         """
-        assert self._ranks is not None  # noqa: S101 # else this rank would send
         self.last = Sent(wish, weights, self._packer, None) if self._keep == "reference" else None
-        given = _Given(weights, self._naming, gpu)
-        await asyncio.to_thread(given.tensors)
-        await asyncio.to_thread(follow, self._ranks, given.drain)
+        await self._gather(weights, gpu)
 
     async def follow_again(self, gpu: int | None) -> None:
         """The same of ``send_again``.
@@ -163,8 +166,15 @@ class Delivery:
         Raises:
             PeerFailed: another rank's error.
         """
-        if self.last is not None:
-            await self.follow(self.last.wish, self.last.weights, gpu)
+        if self._ranks is not None and self._keep == "reference":
+            await self._gather(self.last.weights if self.last else {}, gpu)
+
+    async def _gather(self, weights: Weights, gpu: int | None) -> None:
+        if self._ranks is None:
+            return  # sender=False, and each rank has whole tensors
+        given = _Given(weights, self._naming, gpu)
+        await on_thread(given.tensors)
+        await on_thread(partial(follow, self._ranks, given.drain))
 
     async def _deliver(
         self,
@@ -237,10 +247,10 @@ async def _end(round_: Round, parcel: Parcel | None, how: Results | BaseExceptio
     if isinstance(how, BaseException):
         with suppress(PeerFailed):  # this rank's own error is told
             text = f"{type(how).__name__}: {how}"
-            await asyncio.to_thread(round_.end, parcel, text)
+            await on_thread(partial(round_.end, parcel, text))
         return
     try:
-        await asyncio.to_thread(round_.end, parcel, "")
+        await on_thread(partial(round_.end, parcel, ""))
     except PeerFailed as error:
         error.results = how
         raise

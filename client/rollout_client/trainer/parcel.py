@@ -36,6 +36,8 @@ class Parcel:
     """All of them in host memory; filled while they are sent."""
     marks: Marks | None = None
     """Of what was handed over, to see later whether it was written to."""
+    is_asked_for: bool = False
+    """At least one replica was asked to hold it."""
     gpu: int | None = None
     """Where tensors that come one after another lie; None: on the host."""
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal
@@ -21,12 +20,12 @@ from rollout_client.trainer.muster import Missed, Muster
 from rollout_client.trainer.parcel import Parcel
 from rollout_client.trainer.pump import SourceFailed
 from rollout_client.trainer.tensors import TensorsChanged
+from rollout_client.trainer.threads import on_thread
 from rollout_client.trainer.wishes import Hold
 from rollout_pod.weights.cuda import Cuda
 from rollout_pod.weights.pusher import (
     NotDesired,
     PodGone,
-    Pushed,
     Pusher,
     PushError,
     PushFailed,
@@ -53,7 +52,7 @@ class Sending:
         """Let the ranks unmap our memory. Idempotent."""
         while self._pushers:
             _, (_, pusher) = self._pushers.popitem()
-            await asyncio.to_thread(pusher.close)
+            await on_thread(pusher.close)
 
     async def update(
         self,
@@ -72,6 +71,7 @@ class Sending:
         try:
             await control.check_update(wish)
             following = await control.wish(wish)
+            parcel.is_asked_for = True
             follow = asyncio.ensure_future(following.reached())
             push = asyncio.ensure_future(
                 self._push(control, wish, parcel, muster, timeout_s, quietly=False)
@@ -133,7 +133,7 @@ class Sending:
         failures = 0
         while True:
             try:
-                pushed = await _on_thread(
+                pushed = await on_thread(
                     partial(
                         pusher.push,
                         wish.version,
@@ -166,28 +166,11 @@ class Sending:
         if known is not None and known[0] == device:
             return known[1]
         if known is not None:
-            await asyncio.to_thread(known[1].close)
+            await on_thread(known[1].close)
         gpu = None if device is None else Cuda(device)
         pusher = Pusher(run_dir, device=gpu, transport=self._transport)
         self._pushers[run_dir] = (device, pusher)
         return pusher
-
-
-async def _on_thread(push: Callable[[], Pushed], cancel: Callable[[], None]) -> Pushed:
-    """On a thread of its own: pushes wait for each other, and a pool might have too few.
-
-    Cancelled, it lets the push give up, and waits for that.
-    """
-    with ThreadPoolExecutor(1, "push") as thread:
-        work = asyncio.wrap_future(thread.submit(push))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            cancel()
-            await asyncio.wait({work})
-            if not work.cancelled():
-                work.exception()  # that it was given up is known
-            raise
 
 
 def _arrival(control: Control, muster: Muster | None) -> Callable[[str], None] | None:
