@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from rollout_client.trainer import PodTarget, ServerAdapter
+from rollout_client.trainer import Keep, PodTarget, ServerAdapter
 from tests.support.weights import mixed_tensors
 
 
@@ -70,7 +70,7 @@ async def scene(rank: int, world: int, adapter: ServerAdapter, name: str) -> lis
 
             await call(adapter.update_weights(names(), version="v2"))
         await call(adapter.update_weights(weights, version="v3"))
-    elif name == "needs":
+    elif name in ("needs", "copy"):
         await call(adapter.update_weights(weights, version="v1"))
         await call(adapter.resend())
         print("restart it", flush=True)
@@ -86,7 +86,8 @@ async def main() -> None:
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world)
     )
     target = PodTarget.of_run_dir(Path(run_dir), url)
-    async with ServerAdapter(target, group="world", timeout_s=30) as adapter:
+    keep: Keep = "copy" if name == "copy" else "reference"
+    async with ServerAdapter(target, group="world", keep=keep, timeout_s=30) as adapter:
         told = await scene(int(rank), int(world), adapter, name)
     print(json.dumps(told), flush=True)
     dist.barrier()

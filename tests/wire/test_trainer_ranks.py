@@ -111,6 +111,20 @@ async def test_a_restarted_pod_is_sent_its_version_by_all_ranks(trainers, tmp_pa
         assert same(pod.models[0], mixed_tensors(1))
 
 
+async def test_a_copy_is_sent_again_without_the_other_ranks(trainers, tmp_path: Path) -> None:
+    async with local_pods() as (pod,):
+        trainer = await trainers(pod, tmp_path / "store", "copy")
+        assert await trainer.lines() == ["restart it"] * WORLD
+        await pod.kill()
+        await (await pod.boot()).serving("v1")
+        assert same(pod.models[0], mixed_tensors(1))
+        for rank in trainer.ranks:
+            rank.stdin.write(b"\n")
+        first, second = await trainer.told()
+        assert first == [{pod.url: "v1"}, {}, {}, {}]
+        assert second == [{}] * 4
+
+
 async def test_dtensors_without_a_group_are_refused() -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor

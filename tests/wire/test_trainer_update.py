@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rollout_client.trainer import (
+    Asleep,
     Late,
     PodTarget,
     Refused,
@@ -280,6 +281,18 @@ async def test_writing_while_it_is_sent_again_fails_it_before_the_commit(caplog)
         assert pod.state.weight_version is None
         await adapter.update_weights(weights, version="v2")
         assert holds(pod, "v2", weights)
+
+
+async def test_an_update_that_nobody_was_asked_for_leaves_the_version_before_kept() -> None:
+    async with local_pods() as (pod,), adapter_of(pod) as adapter:
+        await adapter.update_weights(mixed_tensors(1), version="v1")
+        await adapter.release(1)
+        with pytest.raises(Asleep):
+            await adapter.update_weights(mixed_tensors(2), version="v2")
+        await adapter.resume()
+        await pod.kill()
+        await (await pod.boot()).serving("v1")
+        assert holds(pod, "v1", mixed_tensors(1))
 
 
 async def test_nothing_is_kept_where_nothing_is_to_be() -> None:
