@@ -134,6 +134,20 @@ async def test_pairs_are_read_once_and_one_after_another() -> None:
         assert most <= 12, "of 60"
 
 
+async def test_pairs_may_come_in_another_order_than_a_mapping_before() -> None:
+    async with local_pods() as (pod,), adapter_of(pod) as adapter:
+        for step in range(4):
+            sent = mixed_tensors(step)
+            backwards = dict(reversed(sent.items()))
+            await adapter.update_weights(pairs(backwards) if step % 2 else sent, global_steps=step)
+            assert holds(pod, f"step-{step}", sent)
+        # the same pairs in yet another order: told, and mended by the next
+        with pytest.raises(UpdateFailed, match="manifest"):
+            await adapter.update_weights(pairs(mixed_tensors(5)), global_steps=5)
+        await adapter.update_weights(pairs(mixed_tensors(6)), global_steps=6)
+        assert holds(pod, "step-6", mixed_tensors(6))
+
+
 async def test_what_does_not_fit_is_refused_and_serving_goes_on() -> None:
     async with local_pods(2) as pods, adapter_of(*pods) as adapter:
         wrong = {**mixed_tensors(1), "layers.0.norm": torch.randn(8)}

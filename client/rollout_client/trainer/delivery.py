@@ -1,6 +1,6 @@
 """A version's bytes to all replicas, once, or again."""
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,8 @@ class Delivery:
         self._ranks = ranks
         self._packer = Packer(naming, keep, gathers=ranks is not None)
         self._sending = sending
-        self._manifest: Manifest | None = None
+        self._manifests: dict[type, Manifest] = {}
+        """The last one of mappings, and the last one of pairs."""
         self.last: Sent | None = None
 
     async def close(self) -> None:
@@ -71,15 +72,18 @@ class Delivery:
         """Send a version to all; see ``ServerAdapter.update_weights``."""
         # what the replicas go on asking for, if they are never asked for this one
         before = self.last if self._keep == "reference" else None
-        known, self._manifest, self.last = self._manifest, None, None
-        if specs is not None:
-            known = Manifest(wish.version, tuple(specs))
+        self.last = None
         given = _Given(weights, self._naming, gpu)
         round_ = Round(self._ranks, given.drain)
         parcel: Parcel | None = None
         try:
             # first of all, and on every rank: it may be collective, too
             tensors = await on_thread(given.tensors)
+            # of pairs, order counts: what is known of a mapping is no help
+            kind = Mapping if isinstance(tensors, Mapping) else Iterable
+            known = self._manifests.pop(kind, None)
+            if specs is not None:
+                known = Manifest(wish.version, tuple(specs))
             controls = await find()
             parcel = await on_thread(
                 partial(
@@ -93,7 +97,7 @@ class Delivery:
             raise
         else:
             await _end(round_, parcel, results)
-            self._manifest = parcel.manifest  # it has proved right
+            self._manifests[kind] = parcel.manifest  # it has proved right
             return results
         finally:
             is_asked_for = parcel is not None and parcel.is_asked_for
