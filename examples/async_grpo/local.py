@@ -17,7 +17,7 @@ START_S = 240.0
 UPDATE_S = 120.0
 STOP_S = 40.0
 _ENGINE_ARGS = (
-    "--dtype=float32", "--max-model-len=52", "--max-num-seqs=128", "--skip-tokenizer-init",
+    "--dtype=float32", "--max-model-len=44", "--max-num-seqs=128", "--skip-tokenizer-init",
 )  # fmt: skip
 _HOST_MEMORY = 64 << 20
 

@@ -1,6 +1,6 @@
-"""The task: sort six different digits. What is right is known: no reward model is needed.
+"""The task: sort five different digits. What is right is known: no reward model is needed.
 
-A prompt is six digits and a separator, the answer the same digits in ascending order and an end
+A prompt is five digits and a separator, the answer the same digits in ascending order and an end
 token. There is no tokenizer: a digit *is* a token.
 """
 
@@ -14,7 +14,7 @@ SEPARATOR: Final = 2
 FIRST_DIGIT: Final = 3
 DIGITS: Final = 10
 VOCABULARY: Final = 16
-LENGTH: Final = 6
+LENGTH: Final = 5
 ANSWER_LENGTH: Final = LENGTH + 1
 """Of a right one, with its end token; also the budget of every answer."""
 

@@ -17,8 +17,10 @@ from examples.async_grpo.samples import Batch, Group, batch_of
 class TrainerSettings:
     """What was found by trying on a few seeds."""
 
-    learning_rate: float = 7e-4
+    learning_rate: float = 1e-3
     warmup_steps: int = 10
+    decay_steps: int = 150
+    """The learning rate falls in a line, to a tenth at this step."""
     minibatches: int = 2
     """Updates of the optimizer in a step."""
     ratio_cap: float = 2.0
@@ -40,6 +42,13 @@ class Trained:
     the present weights sampled; None where there was none. More than rounding means that a replica
     served other weights than it said."""
     seconds: float
+
+
+def learning_rate(settings: TrainerSettings, step: int) -> float:
+    """Up in a line, then down in a line."""
+    up = (step + 1) / settings.warmup_steps
+    down = max(0.1, 1.0 - step / settings.decay_steps)
+    return settings.learning_rate * min(1.0, up) * down
 
 
 class Trainer:
@@ -69,9 +78,8 @@ class Trainer:
         """Make the next step of the weights. Blocks; releases the GIL most of the time."""
         began = time.perf_counter()
         batch = batch_of(groups)
-        warm = min(1.0, (self.step + 1) / self._settings.warmup_steps)
         for options in self._optimizer.param_groups:
-            options["lr"] = self._settings.learning_rate * warm
+            options["lr"] = learning_rate(self._settings, self.step)
         order = torch.randperm(len(batch), generator=self._dice)
         told = [
             self._update(batch.pick(rows), is_first=i == 0)
