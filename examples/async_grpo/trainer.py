@@ -19,12 +19,12 @@ class TrainerSettings:
 
     learning_rate: float = 1e-3
     warmup_steps: int = 10
-    decay_steps: int = 150
+    decay_steps: int = 200
     """The learning rate falls in a line, to a tenth at this step."""
     minibatches: int = 2
     """Updates of the optimizer in a step."""
     ratio_cap: float = 2.0
-    entropy_bonus: float = 0.1
+    entropy_bonus: float = 0.15
     """Of one nat, in standard deviations of a group's reward."""
     clip_gradient: float = 1.0
 
