@@ -104,6 +104,7 @@ class EngineContract:
         assert info.max_model_len > 0
         assert len(engine.rank_sockets()) == info.world_size >= 1
         assert len(set(engine.rank_sockets())) == info.world_size
+        assert len(engine.gpu_uuids()) == info.world_size
         path = engine.model_path()
         assert path is None or path.is_absolute()
         assert engine.dead_error() is None
