@@ -6,9 +6,7 @@ answered meanwhile.
 
 import asyncio
 import gc
-import inspect
 import logging
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +18,6 @@ from rollout_pod.engine import (
     adapters,
     arguments,
     leftovers,
-    params,
     processes,
     sharing,
     sockets,
@@ -29,13 +26,10 @@ from rollout_pod.engine.base import (
     CacheReport,
     EngineDeadError,
     EngineError,
-    EngineHungError,
-    EngineInternalError,
     EngineOutput,
     EngineRequest,
     EngineSettings,
     EngineStartError,
-    InvalidTokens,
     OnDelta,
     Prepared,
     RankReport,
@@ -46,11 +40,9 @@ from rollout_pod.engine.base import (
 from rollout_pod.engine.front_end import App
 from rollout_pod.engine.lifeline import Lifeline, words_of
 from rollout_pod.engine.openai.front_end import FrontEnd
-from rollout_pod.engine.openai.native import Native
 from rollout_pod.engine.output_tail import OutputTail
-from rollout_pod.engine.outputs import NON_FINITE, Transcript, is_refusal
-from rollout_pod.engine.prepare import Preparation
-from rollout_pod.engine.seam import SeamStop
+from rollout_pod.engine.ranks import Ranks
+from rollout_pod.engine.requests import Requests
 from rollout_pod.engine.sleep_mode import released, sleep_refusal
 from rollout_pod.protocol import EngineInfo, SleepTag
 
@@ -58,8 +50,6 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _CALL_S = 60.0
-_RPC_SPARE_S = 10.0
-"""More for vLLM's own deadline than for ours, which tells of a hang: its own, of a failed call."""
 _PAUSE_S = 120.0
 """A pause waits for the step that runs: the longest prefill."""
 _MEMORY_S = 600.0
@@ -113,14 +103,10 @@ class VllmEngine:
         self._share: Share | None = None
         self._world = 0
         self._gpu_uuids: tuple[str | None, ...] = ()
-        self._vocab_size = 0
-        self._max_logprobs = 0
-        self._has_tokenizer = False
-        self._takes_session = False
         self._sleep_refusal: str | None = None
-        self._has_row_limits = False
         self._adapters: dict[str, Any] = {}
-        self._preparation: Preparation | None = None
+        self._requests: Requests | None = None
+        self._ranks: Ranks | None = None
         self._front_end = FrontEnd(self._lifeline)
         # The tests that show what the CPU repairs are for switch them off; nobody else should.
         self._cpu_repairs = True
@@ -199,22 +185,15 @@ class VllmEngine:
         self._llm = llm
         self._lifeline.watch(llm)
         model = llm.vllm_config.model_config
-        parallel = llm.vllm_config.parallel_config
-        self._world = parallel.world_size * parallel.data_parallel_size
-        if self._world > parallel.world_size and not hasattr(
-            llm.engine_core, "call_utility_all_async"
-        ):
+        self._ranks = Ranks(llm, self._lifeline)
+        self._world = self._ranks.world
+        if self._ranks.is_data_parallel and not hasattr(llm.engine_core, "call_utility_all_async"):
             raise EngineStartError(
                 "engineArgs: --data-parallel-size above 1 needs vLLM 0.32 or newer"
             )
-        self._vocab_size = model.get_vocab_size()
-        self._max_logprobs = model.max_logprobs
-        self._has_tokenizer = not model.skip_tokenizer_init
         self._front_end.prepare(front_end_args, model)
         self._sleep_refusal = sleep_refusal(model)
-        self._has_row_limits = bool(llm.vllm_config.use_v2_model_runner)
-        self._preparation = Preparation(llm, self._adapters)
-        self._takes_session = "session_id" in inspect.signature(llm.generate).parameters
+        self._requests = Requests(llm, self._lifeline, self._adapters)
         return EngineInfo(
             name="vllm",
             version=vllm.__version__,
@@ -298,13 +277,7 @@ class VllmEngine:
 
     async def ping(self, *, timeout_s: float) -> None:
         """See ``Engine``."""
-        try:
-            faults = await self._on_ranks("rollout_fault", (), timeout_s, what="answer")
-        except EngineHungError as error:
-            raise EngineHungError(f"{error}: its loop hangs") from error
-        known = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
-        if known:
-            raise EngineInternalError(f"a device has faulted: {'; '.join(known)}")
+        await self._called().check(timeout_s)
 
     def metrics_text(self) -> bytes:
         """See ``Engine``. Those of ``vllm:`` are there unless it runs with --disable-log-stats."""
@@ -331,39 +304,11 @@ class VllmEngine:
 
     def sampling_params(self, raw: Mapping[str, Any], *, max_tokens: int) -> object:
         """See ``Engine``."""
-        llm = self._alive()
-        config = llm.vllm_config
-
-        def verify(made: Any) -> None:
-            made.verify(  # what vLLM itself would check when the request is queued
-                config.model_config,
-                config.speculative_config,
-                config.structured_outputs_config,
-                llm.renderer.tokenizer,
-            )
-            params.check_bad_words(made, llm.renderer.tokenizer)
-            params.check_thinking(made, config)
-
-        return params.build(
-            raw,
-            max_tokens=max_tokens,
-            vocab_size=self._vocab_size,
-            max_logprobs=self._max_logprobs,
-            has_tokenizer=self._has_tokenizer,
-            has_row_limits=self._has_row_limits,
-            verify=verify,
-        )
+        return self._asked().sampling_params(raw, max_tokens=max_tokens)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """See ``Engine``."""
-        self._alive()
-        size = self._vocab_size
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
-            return
-        at = next(i for i, token in enumerate(token_ids) if not 0 <= token < size)
-        raise InvalidTokens(
-            at, f"{token_ids[at]} is no token id of this model (0 to {size - 1}); at index {at}"
-        )
+        self._asked().check_tokens(token_ids)
 
     async def prepare(
         self,
@@ -374,10 +319,7 @@ class VllmEngine:
         routed_experts: bool = False,
     ) -> Prepared:
         """See ``Engine``."""
-        self._alive()
-        if self._preparation is None:
-            raise EngineError("the engine has not started yet")
-        return await self._preparation.prepare(
+        return await self._asked().preparation.prepare(
             prompt_token_ids, lora=lora, media=media, routed_experts=routed_experts
         )
 
@@ -385,89 +327,11 @@ class VllmEngine:
         self, request: EngineRequest, on_delta: OnDelta | None = None
     ) -> EngineOutput:
         """See ``Engine``."""
-        llm = self._alive()
-        prompt = list(request.prompt_token_ids)
-        try:
-            self.check_tokens(prompt)  # vLLM's process dies of others
-        except InvalidTokens as error:
-            raise EngineError(f"prompt: {error}") from error
-
-        from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
-
-        # What vLLM's renderer makes of token ids: nothing has to be awaited before it is queued.
-        rendered: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt}
-        prepared = request.prepared
-        if prepared is not None and isinstance(prepared.prompt, dict):
-            generated = prompt[len(prompt) - request.num_generated :]
-            prompt = [*prepared.prompt["prompt_token_ids"], *generated]
-            rendered = {**prepared.prompt, "prompt_token_ids": prompt}
-        if request.cache_salt is not None:
-            rendered["cache_salt"] = request.cache_salt
-        native = request.native
-        if isinstance(native, Native):
-            params.check(
-                native.params,
-                vocab_size=self._vocab_size,
-                has_tokenizer=self._has_tokenizer,
-                has_row_limits=self._has_row_limits,
-            )
-            params.check_bad_words(native.params, llm.renderer.tokenizer)
-            rendered, asked, options = native.prompt, native.params, native.options
-            transcript = Transcript(read=native.read)
-        else:
-            given: Any = request.params
-            stops = None
-            if given.stop and request.num_generated:
-                stops = SeamStop(
-                    given,
-                    before=prompt,
-                    num_generated=request.num_generated,
-                    tokenizer=llm.renderer.tokenizer,
-                )
-            asked, top = params.for_output(
-                given, streams=on_delta is not None, stops_here=stops is not None
-            )
-            options = {
-                "priority": request.priority,
-                "trace_headers": request.trace_headers or None,
-            }
-            if self._takes_session:
-                options["session_id"] = request.session_id
-            if prepared is not None and prepared.lora is not None:
-                options["lora_request"] = prepared.lora
-            wants_prompt = given.prompt_logprobs is not None
-            transcript = Transcript(
-                top=top,
-                prompt=len(prompt) - request.num_generated if wants_prompt else None,
-                prompt_top=given.prompt_logprobs or 0,
-                experts=prepared is not None and prepared.routed_experts,
-                stops=stops,
-            )
-        try:
-            async for output in llm.generate(rendered, asked, request.engine_id, **options):
-                had_ended = transcript.ends_early
-                delta = transcript.add(output)
-                if on_delta is not None and delta.token_ids:
-                    on_delta(delta)
-                if transcript.ends_early and not had_ended:
-                    if transcript.is_cut:
-                        log.error("request %s: %s; output cut", request.engine_id, NON_FINITE)
-                    if not output.finished:
-                        await self.abort(request.engine_id)
-        except (EngineError, EngineDeadError):
-            raise
-        except VllmDeadError as error:
-            raise EngineDeadError(await self._lifeline.last_words()) from error
-        except Exception as error:
-            if self.dead_error() is not None:
-                raise EngineDeadError(await self._lifeline.last_words()) from error
-            kind = EngineError if is_refusal(error) else EngineInternalError
-            raise kind(words_of(error)) from error
-        return transcript.output()
+        return await self._asked().generate(request, on_delta)
 
     async def abort(self, engine_id: str) -> None:
         """See ``Engine``."""
-        await self._lifeline.call(self._alive().abort(engine_id), "abort a request", _CALL_S)
+        await self._asked().abort(engine_id)
 
     def front_end(self) -> App:
         """See ``Engine``."""
@@ -492,13 +356,7 @@ class VllmEngine:
     async def clear_caches(self) -> CacheReport:
         """See ``Engine``."""
         llm = self._alive()
-        if self._data_parallel():
-            call = llm.engine_core.call_utility_all_async("reset_prefix_cache", False, False)
-            cleared = await self._lifeline.call(call, "clear its prefix caches", _CALL_S)
-        else:
-            call = llm.reset_prefix_cache()
-            cleared = [await self._lifeline.call(call, "clear its prefix cache", _CALL_S)]
-        if not all(answer is True for answer in cleared):
+        if not await self._called().clear_prefix_caches():
             return CacheReport(prefix=False, multimodal=False, encoder=False)
         # These two answer nothing and raise when they fail.
         await self._lifeline.call(llm.reset_mm_cache(), "clear its multimodal cache", _CALL_S)
@@ -516,28 +374,23 @@ class VllmEngine:
         llm = self._alive()
         if self._sleep_refusal is not None:
             raise SleepUnsupported(self._sleep_refusal)
-        before = await self._free_memory()
+        before = await self._called().free_memory()
         if level == 2:
             await self._on_ranks("rollout_lose_weights", (), _CALL_S)
         await self._lifeline.call(llm.sleep(level=level), "fall asleep", _MEMORY_S)
-        return released(before, await self._free_memory())
+        return released(before, await self._called().free_memory())
 
     async def wake(self, tags: frozenset[SleepTag]) -> int:
         """See ``Engine``."""
         llm = self._alive()
-        before = await self._free_memory()
+        before = await self._called().free_memory()
         names = sorted(tag.value for tag in tags)
         await self._lifeline.call(llm.wake_up(tags=names), "wake up", _MEMORY_S)
         # vLLM lets its scheduler go on as soon as everything is resident.
         if not await self._lifeline.call(llm.is_paused(), "say whether it is paused", _CALL_S):
             await self.pause()
-        after = await self._free_memory()
+        after = await self._called().free_memory()
         return 0 if before is None or after is None else max(0, before - after)
-
-    async def _free_memory(self) -> int | None:
-        """Of all ranks' devices together, in bytes; None on CPU."""
-        answers = await self._on_ranks("rollout_free_memory", (), _CALL_S)
-        return None if None in answers else sum(answers)
 
     # --- weights ---
 
@@ -546,7 +399,7 @@ class VllmEngine:
     ) -> tuple[RankReport, ...]:
         """See ``Engine``."""
         call = (session, version, flush, timeout_s, self._cpu_repairs)
-        return await self._reports("rollout_load_weights", call, version, timeout_s)
+        return await self._called().reports("rollout_load_weights", call, version, timeout_s)
 
     async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:
         """See ``Engine``."""
@@ -559,26 +412,9 @@ class VllmEngine:
 
     async def switch_weights(self, version: str, *, timeout_s: float) -> tuple[RankReport, ...]:
         """See ``Engine``."""
-        return await self._reports("rollout_switch_weights", (version,), version, timeout_s)
-
-    async def _reports(
-        self, method: str, args: tuple[Any, ...], version: str, timeout_s: float
-    ) -> tuple[RankReport, ...]:
-        self._alive()
-        started = time.monotonic()
-        try:
-            answers = await self._on_ranks(method, args, timeout_s + 1)
-        except EngineHungError:
-            raise
-        except EngineError as error:
-            seconds = time.monotonic() - started
-            host = socket.gethostname()
-            return tuple(
-                RankReport(rank, host, False, version, seconds=seconds, error=str(error))
-                for rank in range(self._world)
-            )
-        reports = (RankReport(**answer) for answer in answers)
-        return tuple(sorted(reports, key=lambda report: report.rank))
+        return await self._called().reports(
+            "rollout_switch_weights", (version,), version, timeout_s
+        )
 
     async def publish_version(self, version: str) -> None:
         """See ``Engine``."""
@@ -610,18 +446,18 @@ class VllmEngine:
             raise EngineError("the engine has not started yet")
         return self._llm
 
-    def _data_parallel(self) -> bool:
-        return bool(self._world > self._llm.vllm_config.parallel_config.world_size)
+    def _asked(self) -> Requests:
+        self._alive()
+        if self._requests is None:
+            raise EngineError("the engine has not started yet")
+        return self._requests
 
-    async def _on_ranks(
-        self, method: str, args: tuple[Any, ...], timeout_s: float, *, what: str = ""
-    ) -> list[Any]:
-        """Call a method of every rank's worker, of all data-parallel engines."""
-        llm = self._alive()
-        what = what or f"run {method}"
-        within = timeout_s + _RPC_SPARE_S
-        if not self._data_parallel():
-            call = llm.collective_rpc(method, timeout=within, args=args)
-            return list(await self._lifeline.call(call, what, timeout_s))
-        call = llm.engine_core.call_utility_all_async("collective_rpc", method, within, args, None)
-        return [a for each in await self._lifeline.call(call, what, timeout_s) for a in each]
+    def _called(self) -> Ranks:
+        self._alive()
+        if self._ranks is None:
+            raise EngineError("the engine has not started yet")
+        return self._ranks
+
+    async def _on_ranks(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        """Call a method of every rank's worker."""
+        return await self._called().call(method, args, timeout_s)
