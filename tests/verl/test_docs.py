@@ -12,7 +12,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from rollout_client.trainer import PodTarget, ReplicaTarget
 from rollout_client.verl import Settings
 from rollout_client.verl.parsing import parse
-from rollout_client.verl.settings import WHERE, Home
+from rollout_client.verl.settings import WHERE, home_of
 from tests.support import docs
 from tests.verl.kit import FULLY_ASYNC, PPO, trainer_config
 
@@ -50,7 +50,7 @@ def test_fully_asynchronous_training():
 
 
 def test_training_on_shared_gpus():
-    home = Home.of(
+    home = home_of(
         {"ROLLOUT_REPLICA": "q", "ROLLOUT_NAMESPACE": "n", "ROLLOUT_RUN_DIR": "/run/rollout"}
     )
     assert isinstance(settings_of("hybrid").place(0, home).target, ReplicaTarget)

@@ -8,10 +8,10 @@ from omegaconf import OmegaConf
 from rollout_client.trainer import PodTarget, ReplicaTarget
 from rollout_client.verl import Settings, SettingsError
 from rollout_client.verl.parsing import parse
-from rollout_client.verl.settings import Home, Place
+from rollout_client.verl.settings import Place, home_of
 
 POD = {"data": "http://a:8000", "admin": "http://a:8001", "run_dir": "/run/a"}
-HOME = Home(replica="qwen-1", namespace="rl", run_dir=Path("/run/rollout"))
+HOME = ReplicaTarget(name="qwen-1", namespace="rl", run_dir=Path("/run/rollout"))
 
 
 def of(**mine: object) -> Settings:
@@ -60,9 +60,9 @@ def test_pods_without_an_operator():
 
 def test_the_pod_that_a_process_runs_in():
     env = {"ROLLOUT_REPLICA": "qwen-1", "ROLLOUT_NAMESPACE": "rl"}
-    assert Home.of(env | {"ROLLOUT_RUN_DIR": "/run/rollout"}) == HOME
-    assert Home.of(env) is None
-    assert Home.of({}) is None
+    assert home_of(env | {"ROLLOUT_RUN_DIR": "/run/rollout"}) == HOME
+    assert home_of(env) is None
+    assert home_of({}) is None
 
 
 @pytest.mark.parametrize(

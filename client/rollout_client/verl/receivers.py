@@ -11,7 +11,8 @@ from typing import Any
 
 import ray
 
-from rollout_client.verl.settings import WHERE, Home, Settings, SettingsError
+from rollout_client.trainer import ReplicaTarget
+from rollout_client.verl.settings import WHERE, Settings, SettingsError, home_of
 
 _SHARE = 0.001
 """Of the resource, which only says where."""
@@ -62,6 +63,6 @@ async def start_receivers(settings: Settings, init: Any, *, rank: int) -> list[A
     return [worker]
 
 
-def look_around(worker: Any) -> tuple[Home | None, str]:
+def look_around(worker: Any) -> tuple[ReplicaTarget | None, str]:
     """The pod in which a worker runs, and its Ray node. Called in it."""
-    return Home.of(os.environ), ray.get_runtime_context().get_node_id()
+    return home_of(os.environ), ray.get_runtime_context().get_node_id()

@@ -8,10 +8,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
+from rollout_client.trainer import ReplicaTarget
 from rollout_client.verl.parsing import parse
 from rollout_client.verl.receivers import look_around, start_receivers
 from rollout_client.verl.server import PodServer
-from rollout_client.verl.settings import KEY, WHERE, Home, Place, Settings, SettingsError
+from rollout_client.verl.settings import KEY, WHERE, Place, Settings, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +93,12 @@ class PodReplica(RolloutReplica):
             kind = "teacher_"
         return f"{KEY}_server_{kind}{self.replica_rank}_0{self.name_suffix}"
 
-    async def _home(self) -> tuple[Home | None, str | None]:
+    async def _home(self) -> tuple[ReplicaTarget | None, str | None]:
         """The pod in which the workers of this replica run, and one of their Ray nodes."""
         if not self.workers:
             return None, None
         found = await asyncio.gather(*(w.__ray_call__.remote(look_around) for w in self.workers))
-        names = {(home.namespace, home.replica) if home else None for home, _ in found}
+        names = {(home.namespace, home.name) if home else None for home, _ in found}
         if len(names) > 1:
             raise SettingsError(
                 f"{WHERE}: the workers of verl's replica {self.replica_rank} run in pods of "

@@ -8,7 +8,7 @@ from verl.workers.rollout.base import BaseRollout
 
 from rollout_client.trainer import ServerAdapter
 from rollout_client.verl.parsing import parse
-from rollout_client.verl.settings import Home, Settings
+from rollout_client.verl.settings import Settings, home_of
 from rollout_client.verl.weights import Pairs, Stream, casting, read_types
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class PodRollout(BaseRollout):
 
     def _steering(self) -> ServerAdapter:
         if self._adapter is None:
-            place = self._settings.place(self.replica_rank, Home.of(os.environ))
+            place = self._settings.place(self.replica_rank, home_of(os.environ))
             types = read_types(self.model_config.local_path)
             self._adapter = ServerAdapter(
                 place.target,

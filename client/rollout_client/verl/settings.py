@@ -6,7 +6,7 @@ It stands in ``actor_rollout_ref.rollout.custom.rollout_replica``, verl's place 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 from uuid import uuid4
 
 from rollout_client.trainer import PodTarget, ReplicaTarget
@@ -14,10 +14,6 @@ from rollout_client.trainer import PodTarget, ReplicaTarget
 KEY: Final = "rollout_replica"
 """The name of the rollout, and of its settings."""
 WHERE: Final = f"actor_rollout_ref.rollout.custom.{KEY}"
-
-REPLICA_ENV: Final = "ROLLOUT_REPLICA"
-NAMESPACE_ENV: Final = "ROLLOUT_NAMESPACE"
-RUN_DIR_ENV: Final = "ROLLOUT_RUN_DIR"
 
 
 class SettingsError(ValueError):
@@ -32,23 +28,6 @@ class Pod:
     """The URL of its data port."""
     admin: str
     run_dir: Path
-
-
-@dataclass(frozen=True, kw_only=True)
-class Home:
-    """The pod of a RolloutReplica that a process runs in."""
-
-    replica: str
-    namespace: str
-    run_dir: Path
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Self | None:
-        """From the variables that the operator sets in every container; None elsewhere."""
-        replica, run_dir = environ.get(REPLICA_ENV), environ.get(RUN_DIR_ENV)
-        if not replica or not run_dir:
-            return None
-        return cls(replica=replica, namespace=environ.get(NAMESPACE_ENV, ""), run_dir=Path(run_dir))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +82,7 @@ class Settings:
         name = _nth("replicas", self.replicas, rank) if self.replicas else ""
         return self.receivers.format(name=name, rank=rank)
 
-    def place(self, rank: int, home: Home | None = None) -> Place:
+    def place(self, rank: int, home: ReplicaTarget | None = None) -> Place:
         """Verl's replica ``rank``.
 
         Args:
@@ -119,14 +98,14 @@ class Settings:
             return Place(data_url=pod.data, target=target)
         if self.replicas:
             name = _nth("replicas", self.replicas, rank)
-            if home is not None and home.replica != name:
+            if home is not None and home.name != name:
                 raise SettingsError(
                     f"{WHERE}.replicas.{rank}: {name!r}, but the workers of verl's replica {rank} "
-                    f"run in a pod of {home.replica!r}; leave `replicas` out: then each replica is "
+                    f"run in a pod of {home.name!r}; leave `replicas` out: then each replica is "
                     "the one that its workers run in"
                 )
         elif home is not None:
-            name = home.replica
+            name = home.name
         else:
             raise SettingsError(
                 f"{WHERE}: nothing says which RolloutReplica verl's replica {rank} is: set "
@@ -146,6 +125,14 @@ class Settings:
                 run_dir=home.run_dir if home is not None else None,
             ),
         )
+
+
+def home_of(environ: Mapping[str, str]) -> ReplicaTarget | None:
+    """The replica whose pod a process runs in, by its variables; None elsewhere."""
+    try:
+        return ReplicaTarget.here(environ)
+    except ValueError:
+        return None
 
 
 def _nth(name: str, values: tuple[Any, ...], rank: int) -> Any:
