@@ -167,6 +167,16 @@ async def test_an_unknown_session_touches_nothing(engine):
     assert await serves(engine, A)
 
 
+async def test_without_a_slot_nothing_waits_on_the_device(engine):
+    with pytest.raises(EngineError, match="no memory of the device was reserved"):
+        await engine.stage_weights("session", version="step-1", timeout_s=5)
+    await engine.pause()
+    (report,) = await engine.switch_weights("step-1", timeout_s=5)
+    await engine.resume()
+    assert (report.ok, report.touched) == (False, False)
+    assert "no memory of the device was reserved" in report.error
+
+
 async def test_a_manifest_that_is_another_model_is_refused_before_any_byte(engine):
     await load(engine)
     tensors = tensors_of(B)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -24,9 +25,9 @@ pytestmark = [
 ]
 
 
-async def refused(model, *args) -> str:
+async def refused(model, *args, staging="Host") -> str:
     with settings(model, *args) as given:
-        engine = engine_of(given)
+        engine = engine_of(replace(given, staging=staging))
         with pytest.raises(EngineStartError) as caught:
             await engine.start()
         assert engine_children(frozenset()) == []
@@ -62,6 +63,11 @@ async def test_a_folder_that_is_no_model(tmp_path):
 )
 async def test_arguments_that_the_engine_does_not_take(args, words):
     assert words in await refused(checkpoint("dense", 0), *args)
+
+
+async def test_a_slot_on_the_device_needs_one():
+    words = "weights.staging Device needs a GPU; use Host"
+    assert words in await refused(checkpoint("dense", 0), staging="Device")
 
 
 async def test_the_words_of_a_child_that_fails(tmp_path):

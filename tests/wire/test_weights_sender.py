@@ -11,7 +11,7 @@ import torch
 
 from rollout_pod.weights import direct, wire
 from rollout_pod.weights.buckets import Account
-from rollout_pod.weights.device import NotExportableError
+from rollout_pod.weights.device import DeviceError, NotExportableError
 from rollout_pod.weights.fill import spec_of
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.peer import RankPeer
@@ -245,6 +245,23 @@ async def test_shared_memory_is_pinned_once_on_both_sides(place, gpu, ranks_view
         assert (gpu.calls["register"], ranks_view.calls["register"]) == (1, 1)
     trainer.close()
     assert (gpu.in_use, ranks_view.in_use) == (0, 0)
+    assert place.segments() == []
+
+
+async def test_memory_that_cannot_be_pinned_is_slower_and_no_error(place, gpu, ranks_view) -> None:
+    def refuse(address: int, nbytes: int) -> None:
+        raise DeviceError("operation not permitted")
+
+    ranks_view.register = refuse
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu, transport="shared_memory")
+    for number in range(2):
+        tensors = mixed_tensors(number)
+        sent, loaders = await update(place, trainer, f"step-{number}", tensors)
+        assert "rank 0: segment" in sent.reason
+        assert "cannot be pinned: operation not permitted" in sent.reason
+        assert same(loaders[0].model, tensors)
+    trainer.close()
     assert place.segments() == []
 
 

@@ -92,12 +92,12 @@ class Greeter:
         self._mapped = ()
         regions = {name: (handle, nbytes) for name, handle, nbytes in message.device}
         try:
-            self._memories.map(regions, set(message.segments))
+            unpinned = self._memories.map(regions, set(message.segments))
             uncounted = self._memories.count(message.counters, self._rank)
         except (AttachError, DeviceError) as error:
             return wire.Mapped(session=message.session, error=str(error) or repr(error))
         self._mapped = (message.digest,)
-        return wire.Mapped(session=message.session, uncounted=uncounted)
+        return wire.Mapped(session=message.session, uncounted=uncounted, unpinned=unpinned)
 
     def places(self, message: wire.Direct) -> wire.Direct:
         """With its places, if it is sent in short.

@@ -183,12 +183,17 @@ class Memories:
         """Names of what outlives a load."""
         return tuple(self._kept)
 
-    def map(self, device: "dict[str, tuple[bytes, int]]", segments: "set[str]") -> None:
+    def map(self, device: "dict[str, tuple[bytes, int]]", segments: "set[str]") -> str:
         """Map what is named, unmap what is not. Regions are by name (handle, bytes).
+
+        Returns:
+            Why a segment cannot be pinned, which is no error: it is mapped for each load, and
+            copied from at a tenth of the speed.
 
         Raises:
             AttachError, DeviceError: one cannot be mapped, or a load is on.
         """
+        unpinned = ""
         with self._idle():
             for name, held in list(self._kept.items()):
                 if isinstance(held, Region):
@@ -200,14 +205,19 @@ class Memories:
             if self.device is None:
                 if device:
                     raise DeviceError("this rank has no GPU")
-                return  # there is nothing to pin memory for
+                return ""  # there is nothing to pin memory for
             for name, (handle, nbytes) in device.items():
                 if name not in self._kept:
                     address = self.device.open(handle)
                     self._keep(name, Region(handle, nbytes, address, self.device))
             for name in segments:
                 if name not in self._kept:
-                    self._keep(name, PinnedMapping.open(self.shm_dir, name, self.device))
+                    try:
+                        self._keep(name, PinnedMapping.open(self.shm_dir, name, self.device))
+                    except DeviceError as error:
+                        unpinned = f"segment {name} cannot be pinned: {error}"
+                        log.warning("%s", unpinned)
+        return unpinned
 
     def count(self, name: str | None, rank: int) -> str:
         """Map a sender's counters, instead of what there was of them.

@@ -7,7 +7,7 @@ rank that dies or freezes ends the session within about two seconds.
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -102,6 +102,8 @@ class Session:
     """What ``map`` was asked for last, and its digest."""
     uncounted: str = field(default="", init=False)
     """Why the ranks cannot use the counters of the last ``map``; empty if they can."""
+    unpinned: str = field(default="", init=False)
+    """Why they cannot pin its segments."""
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -245,12 +247,9 @@ class Session:
             rank.mapped = None
             rank.send(message)
         self._wait_ranks(lambda rank: rank.mapped is not None, timeout_s, "memory")
-        said = [
-            f"rank {rank.rank}: {rank.mapped.uncounted}"
-            for rank in self._ranks
-            if rank.mapped is not None and rank.mapped.uncounted
-        ]
-        self.uncounted = "; ".join(shorten(said, 4))
+        answers = [(rank.rank, rank.mapped) for rank in self._ranks if rank.mapped is not None]
+        self.uncounted = _said((rank, mapped.uncounted) for rank, mapped in answers)
+        self.unpinned = _said((rank, mapped.unpinned) for rank, mapped in answers)
 
     def maps(
         self,
@@ -462,6 +461,10 @@ class Session:
         poller.poll(int(max(timeout_s, 0) * 1000))
         for rank in self._ranks:
             rank.receive()
+
+
+def _said(words: Iterable[tuple[int, str]]) -> str:
+    return "; ".join(shorten([f"rank {rank}: {text}" for rank, text in words if text], 4))
 
 
 def _who(ranks: Sequence[int], world: int) -> str:

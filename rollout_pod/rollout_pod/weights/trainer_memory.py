@@ -63,7 +63,7 @@ class TrainerMemory:
         self, link: Session, manifest: Manifest, direct: Exports | None, deadline: float
     ) -> str:
         """Have the memory of an update, and have it mapped, unless it is already. Returns why
-        filling and copying do not overlap as they could.
+        filling and copying are not as fast as they could be.
 
         Raises:
             RanksError: a rank cannot map it.
@@ -90,7 +90,7 @@ class TrainerMemory:
         link.map(deadline - time.monotonic(), device=regions, segments=segments, counters=name)
         self._free_old()
         if counted is None:
-            return ""
+            return link.unpinned
         why = link.uncounted if counters is not None else self._uncountable
         counted.counters = None if why else counters
         if counters is not None:

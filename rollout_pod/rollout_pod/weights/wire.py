@@ -154,12 +154,15 @@ class Memory(Message):
 
 
 class Mapped(Message):
-    """Rank: done; or why not. ``uncounted``: why it cannot count, which is no error."""
+    """Rank: done; or why not. What only makes it slower: ``uncounted``, why it cannot count, and
+    ``unpinned``, why segments are not pinned.
+    """
 
     kind: Literal["mapped"] = "mapped"
     session: SessionId
     error: Text = ""
     uncounted: Text = ""
+    unpinned: Text = ""
 
 
 class Direct(Message):
