@@ -90,6 +90,7 @@ def test_two_hundred_updates_leave_nothing_behind(gpu: Cuda, there: Rank, how: s
     tensors = make_tensors(SHAPES[SHAPE], WHERE, 0)
     for number in range(5):
         send(sender, there, f"warm-{number}", tensors)
+    assert there.holds(tensors)  # what that takes is kept by torch
     before = held(there)
     for number in range(200):
         if number % 10 == 9:
@@ -101,8 +102,8 @@ def test_two_hundred_updates_leave_nothing_behind(gpu: Cuda, there: Rank, how: s
     assert there.holds(tensors)
     after = held(there)
     sender.close()
-    assert after["files"] == before["files"]
-    assert after["shm"] == before["shm"]
+    assert after["files"] <= before["files"]
+    assert after["shm"] <= before["shm"]
     # tables of addresses are kept, a few kilobytes for each set; the driver gives whole blocks
     assert before["free"] - after["free"] <= 32 * MB
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("rollout-push-")]

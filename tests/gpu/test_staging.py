@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(250),
+    # of an engine that does not start vLLM leaves its sockets' context
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
 ]
 
 ARGS = ("--dtype=bfloat16", "--max-model-len=2048", "--enforce-eager")
@@ -104,7 +106,10 @@ async def test_a_sender_that_stops_half_way_leaves_the_engine_alone(engine, vers
 async def test_a_slot_that_leaves_no_kv_cache_is_refused(versions) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     with pytest.raises(EngineStartError, match=r"weights.staging Device reserves .* are missing"):
-        async with engine_with(versions / "base", f"--kv-cache-memory-bytes={total}"):
+        async with engine_with(
+            versions / "base", f"--kv-cache-memory-bytes={total}",
+            f"--gpu-memory-utilization={SHARE}",
+        ):  # fmt: skip
             pass
 
 

@@ -226,12 +226,13 @@ class Filler:
         return 0
 
     def ahead(self, buckets: Sequence[Bucket]) -> None:
-        """Begin to fill the first buckets, which the ring has room for; ``fill`` finds them done.
+        """Begin to fill the first bucket; ``fill`` finds it done. The second would take longer than
+        the answer that is waited for.
 
         Raises:
             SourceChangedError: as ``fill``.
         """
-        for bucket in buckets[:WINDOW]:
+        for bucket in buckets[:1]:
             self._ahead[bucket.seq] = self._fill(bucket, bucket.seq % WINDOW * self._ring.size)
 
     def end(self) -> None:

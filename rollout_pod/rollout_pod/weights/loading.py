@@ -17,7 +17,7 @@ from rollout_pod.weights.incoming import Failed, Incoming
 from rollout_pod.weights.loader import Loader, ReplayingLoader
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.memory import Memories, Source
-from rollout_pod.weights.progress import SENDER, Counters, Waiting
+from rollout_pod.weights.progress import SENDER, Counters, watch
 from rollout_pod.weights.talking import ERROR_CHARS
 
 log = logging.getLogger(__name__)
@@ -179,8 +179,9 @@ class Loading:
         """Until the sender's GPU has filled it. Never by this rank's stream: a sender that is gone
         would stop it for good.
         """
-        counters, waiting = self._counters(), Waiting()
-        while counters.read(SENDER) < bucket.filled:
+        counters = self._counters()
+
+        def check() -> None:
             with self.lock:
                 failure = self.incoming.failure
             if failure:
@@ -189,7 +190,8 @@ class Loading:
                 reason = f"timed out: bucket {bucket.seq} was announced and is not filled"
                 self._fail(reason)
                 raise LoadError(reason)
-            time.sleep(waiting.pause_s)
+
+        watch(lambda: counters.read(SENDER) >= bucket.filled, check)
 
     def _bucket(self, assembler: Assembler, bucket: wire.BucketReady, source: Source) -> int:
         """Load it. Returns what this rank's counter comes to when the bucket's memory may be used

@@ -6,12 +6,13 @@ for another process: one that dies leaves a counter that stops, which a deadline
 """
 
 import ctypes
+import functools
 import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,8 @@ _SPIN_S: Final = 20e-6
 _SLOW_S: Final = 1e-3
 _SPINS_FOR_S: Final = 0.05
 """A bucket takes less; from then on somebody is late, and waiting must not cost a core."""
+_CHECK_S: Final = 1e-3
+_SET_TIMER_SLACK: Final = 29  # PR_SET_TIMERSLACK, nanoseconds
 
 
 class Counters:
@@ -134,23 +137,40 @@ def open_counters(shm_dir: Path, name: str, device: Device, rank: int) -> Counte
     return Counters(memory, device, rank + 1)
 
 
-class Waiting:
-    """A wait for a counter by looking: briefly often, then less so."""
+def watch(done: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Look until ``done``: briefly often, then less so.
 
-    def __init__(self) -> None:
-        self._until = time.monotonic() + _SPINS_FOR_S
-
-    @property
-    def pause_s(self) -> float:
-        """How long until the next look."""
-        return _SPIN_S if time.monotonic() < self._until else _SLOW_S
-
-    def until(self, done: Callable[[], bool]) -> None:
-        """Look until ``done``, which raises when it is too late."""
+    Args:
+        done: looks at a counter.
+        check: called now and then; raises when there is no use in waiting.
+    """
+    slow_from = time.monotonic() + _SPINS_FOR_S
+    check_at = 0.0
+    with _sharp_sleep():
         while not done():
-            time.sleep(self.pause_s)
+            now = time.monotonic()
+            if now >= check_at:
+                check()
+                check_at = now + _CHECK_S
+            # asleep, and not spinning: another thread has the interpreter for its messages
+            time.sleep(_SPIN_S if now < slow_from else _SLOW_S)
+
+
+@contextmanager
+def _sharp_sleep() -> Iterator[None]:
+    """Let this thread's short sleeps be short: by default the kernel adds 50 microseconds."""
+    _libc().prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1000))
+    try:
+        yield
+    finally:
+        _libc().prctl(_SET_TIMER_SLACK, ctypes.c_ulong(0))  # what it was when the thread began
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 __all__: Final = [
-    "SENDER", "AttachError", "Counters", "OwnCounters", "Waiting", "open_counters",
+    "SENDER", "AttachError", "Counters", "OwnCounters", "open_counters", "watch",
 ]  # fmt: skip

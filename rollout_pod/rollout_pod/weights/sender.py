@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import zmq
 
@@ -18,7 +18,7 @@ from rollout_pod.weights import wire
 from rollout_pod.weights.buckets import WINDOW, Bucket
 from rollout_pod.weights.manifest import Manifest, shorten
 from rollout_pod.weights.peer import RankPeer
-from rollout_pod.weights.progress import Counters, Waiting
+from rollout_pod.weights.progress import Counters, watch
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.segment import Segment
 
@@ -319,12 +319,15 @@ class Session:
         if counters is None or before < 0:
             return
         wanted = [(rank.rank + 1, rank.copied[before]) for rank in self._ranks]
-        waiting = Waiting()
-        self._wait(
-            lambda: all(counters.read(which) >= count for which, count in wanted if count),
-            deadline,
-            lambda: waiting.pause_s,
-        )
+
+        def check() -> None:
+            self._pump(0)
+            trouble = self._trouble()
+            if trouble:
+                self._give_up(trouble)
+            self._left(deadline)
+
+        watch(lambda: all(counters.read(which) >= count for which, count in wanted if count), check)
 
     def push(self, bucket: Bucket, *, segment: str, base: int, filled: int = 0) -> None:
         """Announce a bucket whose bytes lie at ``base`` of ``segment`` when the sender's counter
@@ -403,36 +406,30 @@ class Session:
                 raise RanksError(f"{what}: no answer from rank {numbers} within {timeout_s} s")
             self._pump(TICK_S)
 
-    def _wait(
-        self,
-        done: Callable[[], bool],
-        deadline: float,
-        pause: Callable[[], float] | None = None,
-    ) -> None:
-        """With ``pause`` until the next look, where it is no message that says ``done``."""
+    def _wait(self, done: Callable[[], bool], deadline: float) -> None:
         while True:
             trouble = self._trouble()
             if trouble:
                 self._give_up(trouble)
             if done():
                 return
-            if self.cancel.is_set():
-                self._give_up("cancelled")
-            left = deadline - time.monotonic()
-            if left <= 0:
-                late = [str(r.rank) for r in self._ranks if r.report is None]
-                acked = min(rank.acked for rank in self._ranks)
-                self._give_up(
-                    f"timed out; {acked} of {self._sent} buckets sent are loaded, "
-                    f"rank {', '.join(late)} did not report"
-                )
-            if pause is None:
-                self._pump(min(TICK_S, left))
-            else:
-                time.sleep(pause())
-                self._pump(0)
+            self._pump(min(TICK_S, self._left(deadline)))
 
-    def _give_up(self, reason: str) -> None:
+    def _left(self, deadline: float) -> float:
+        """Seconds that may still be waited; gives up where there are none, or if cancelled."""
+        if self.cancel.is_set():
+            self._give_up("cancelled")
+        left = deadline - time.monotonic()
+        if left <= 0:
+            late = [str(r.rank) for r in self._ranks if r.report is None]
+            acked = min(rank.acked for rank in self._ranks)
+            self._give_up(
+                f"timed out; {acked} of {self._sent} buckets sent are loaded, "
+                f"rank {', '.join(late)} did not report"
+            )
+        return left
+
+    def _give_up(self, reason: str) -> NoReturn:
         self.abort(reason)
         end = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < end and any(not r.lost and r.report is None for r in self._ranks):

@@ -36,7 +36,7 @@ class Look:
     why: str = ""
     shown: Manifest | None = None
     filler: Filler | None = None
-    """That fills the first buckets."""
+    """That fills the first bucket."""
 
 
 class Looker:

@@ -114,6 +114,8 @@ class TrainerMemory:
 
     def _drop_counters(self) -> None:
         counters, self._counters = self._counters, None
+        if self.ring is not None:
+            self.ring.counters = None
         if counters is not None:
             if self._device is not None:
                 self._device.synchronize()  # a count may be queued
