@@ -61,8 +61,9 @@ def run(quick: bool) -> Result:
             theirs, best = _verl_ms(tensors, size, count, shm=False)
             rows.append(
                 {
-                    "bucket MB": size, "verl ms": theirs, "its best": best, "ours, bucketed": bucketed,
-                    "x": theirs / bucketed, "ours, direct": ours, "x, direct": theirs / ours,
+                    "bucket MB": size, "verl ms": theirs, "its best": best,
+                    "ours, bucketed": bucketed, "x": theirs / bucketed,
+                    "ours, direct": ours, "x, direct": theirs / ours,
                 }
             )  # fmt: skip
             tell(rows[-1])
