@@ -11,6 +11,7 @@ BENCHMARKS: Final = {
     "cancel": "benchmarks.cancel",
     "overhead": "benchmarks.overhead",
     "patch-latency": "benchmarks.patch_latency",
+    "scale": "benchmarks.scale",
     "soak": "benchmarks.soak",
     "transport": "benchmarks.transport",
     "update-bucketed": "benchmarks.update_bucketed",
