@@ -1,4 +1,4 @@
-"""``rollout-operator``: all settings come from the environment."""
+"""``rollout-operator``: settings come from the environment or, each by its name, as options."""
 
 import asyncio
 import sys
@@ -14,7 +14,13 @@ from rollout_operator.settings import Settings
 def main() -> None:
     """Run the operator until it is told to stop."""
     try:
-        settings = Settings()
+        # --pod-access=proxy is ROLLOUT_OPERATOR_POD_ACCESS=proxy; --help tells all
+        settings = Settings(
+            _cli_parse_args=sys.argv[1:],
+            _cli_kebab_case=True,
+            _cli_prog_name="rollout-operator",
+            _cli_implicit_flags=True,
+        )
         settings.namespaces()
         settings.lease()
     except ValidationError as error:

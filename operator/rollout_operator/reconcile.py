@@ -90,7 +90,7 @@ class Reconciler:
             if plan.actions:
                 current = await self._act(replica, plan, memory)
                 continue
-            unheard = await self._steering.listen(plan, seen.pod, memory, wake)
+            unheard = await self._steering.listen(replica, plan, seen.pod, memory, wake)
             if unheard > 0:
                 return Next(delay=unheard, fresh=False)
             steered = await self._steering.steer(replica, plan, seen.pod, memory)

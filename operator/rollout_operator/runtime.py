@@ -10,6 +10,7 @@ from rollout_operator.api import names
 from rollout_operator.apply.errors import KubeError
 from rollout_operator.apply.kube import KubeApi
 from rollout_operator.control.pod_client import PodClient
+from rollout_operator.control.routes import Direct, ThroughApiServer
 from rollout_operator.core import Core
 from rollout_operator.hub import Hub
 from rollout_operator.metrics import Metrics
@@ -59,7 +60,16 @@ class Runtime:
         kube = await KubeApi.connect(metrics=self.metrics, server=self.server)
         self._stack.push_async_callback(kube.close)
         pods = await self._stack.enter_async_context(
-            PodClient(metrics=self.metrics, admin_port=settings.admin_port, may_work=self._may_work)
+            PodClient(
+                metrics=self.metrics,
+                admin_port=settings.admin_port,
+                route=(
+                    ThroughApiServer(kube.sign, tls=kube.tls)
+                    if settings.pod_access == "proxy"
+                    else Direct()
+                ),
+                may_work=self._may_work,
+            )
         )
         core = Core(settings, kube=kube, pods=pods, metrics=self.metrics)
         self._stack.push_async_callback(core.stop)

@@ -17,7 +17,10 @@ class Settings(BaseSettings):
     """Read once, at the start."""
 
     model_config = SettingsConfigDict(
-        env_prefix="ROLLOUT_OPERATOR_", frozen=True, env_ignore_empty=True
+        env_prefix="ROLLOUT_OPERATOR_",
+        frozen=True,
+        env_ignore_empty=True,
+        use_attribute_docstrings=True,
     )
 
     watch_namespaces: Annotated[tuple[str, ...], NoDecode] = ()
@@ -49,6 +52,8 @@ class Settings(BaseSettings):
     """Everything is read afresh so often, give or take a tenth."""
     hang_seconds: Annotated[float, Field(ge=1, le=86400)] = 60.0
     """A pass that is overdue by so much makes the liveness probe fail."""
+    pod_access: Literal["direct", "proxy"] = "direct"
+    """How pods are reached: at their addresses, or from anywhere through the API server's proxy."""
     admin_port: Annotated[int, Field(ge=1, le=65535)] = ADMIN_PORT
 
     @field_validator("watch_namespaces", mode="before")

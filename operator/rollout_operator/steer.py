@@ -16,6 +16,7 @@ from rollout_operator.control.pod_client import (
     Unreachable,
 )
 from rollout_operator.control.pod_watch import PodWatch
+from rollout_operator.control.routes import PodAddress
 from rollout_operator.memory import Memory, Told
 from rollout_operator.metrics import Metrics
 from rollout_operator.observe import Observer, token
@@ -51,7 +52,12 @@ class Steering:
         self._metrics = metrics
 
     async def listen(
-        self, plan: Plan, pod: PodSeen | None, memory: Memory, wake: Callable[[], None]
+        self,
+        replica: Replica,
+        plan: Plan,
+        pod: PodSeen | None,
+        memory: Memory,
+        wake: Callable[[], None],
     ) -> float:
         """Hold a long poll to the pod that the plan steers, and to no other.
 
@@ -59,20 +65,22 @@ class Steering:
         """
         wanted = pod if plan.document is not None and pod is not None and pod.answering else None
         current = memory.watch
-        if current and (wanted is None or (current.uid, current.ip) != (wanted.uid, wanted.ip)):
+        if current and (wanted is None or (current.uid, current.pod.ip) != (wanted.uid, wanted.ip)):
             await memory.close()
         if wanted is None:
             return 0.0
         if memory.watch is None:
-            memory.watch = self._watch(wanted, memory, wake)
+            memory.watch = self._watch(replica, wanted, memory, wake)
         # after a restart of the operator: look before the status is touched
         return memory.watch.unheard(_FIRST_ANSWER_S) if wanted.ready else 0.0
 
-    def _watch(self, wanted: PodSeen, memory: Memory, wake: Callable[[], None]) -> PodWatch:
+    def _watch(
+        self, replica: Replica, wanted: PodSeen, memory: Memory, wake: Callable[[], None]
+    ) -> PodWatch:
         watch = PodWatch(
             self._pods,
             uid=wanted.uid,
-            ip=wanted.ip,
+            pod=_address(replica, wanted),
             token=lambda: token(memory),
             wake=wake,
             gauge=self._metrics.polls,
@@ -94,7 +102,7 @@ class Steering:
             done = report.state is None or _done(memory.told, report.state, document)
             return Steered(replica=replica, retry=None if done else _again_s(memory.told))
         try:
-            state = await self._pods.put_desired(pod.ip, token(memory), document)
+            state = await self._pods.put_desired(_address(replica, pod), token(memory), document)
         except Fenced as error:
             return await self._fenced(replica, pod, memory, str(error))
         except Refused as error:
@@ -119,6 +127,10 @@ class Steering:
             log.warning("fenced", replica=replica.name, pod=pod.name, error=error)
             memory.fenced_uid = pod.uid
         return Steered(replica=newest, again=True)
+
+
+def _address(replica: Replica, pod: PodSeen) -> PodAddress:
+    return PodAddress(namespace=replica.namespace, name=pod.name, ip=pod.ip)
 
 
 def _told(pod: PodSeen, boot_id: str, document: DesiredDocument, *, refused: str = "") -> Told:

@@ -13,8 +13,9 @@ from rollout_operator.control.pod_client import (
     Unauthorized,
     Unreachable,
 )
+from rollout_operator.control.routes import PodAddress
 from rollout_pod.protocol import DESIRED_ANNOTATION, DesiredDocument, StateDocument
-from rollout_pod.supervisor import supervisor as pod
+from rollout_pod.supervisor import supervisor as supervision
 from rollout_pod.supervisor.store import Store
 from tests.support.attack_oracle import Oracle
 from tests.support.attacked_fakes import AttackedAgent, AttackedEngine
@@ -65,7 +66,7 @@ class ChaosPod:
         self.engine = AttackedEngine(broken=self.oracle.breaks, loads=self.oracle.loads)
         self.engine.agent = self.agent
         self.engine.turns = lambda: site.loop.turns
-        self.supervisor = pod.Supervisor(
+        self.supervisor = supervision.Supervisor(
             self.engine,
             self.agent,
             Store(self._folder, first_desired=self._folder / "first.json"),
@@ -170,7 +171,7 @@ class ChaosPod:
             raise Refused("made to refuse")
         try:
             state = self.supervisor.put_desired(document)
-        except pod.Fenced as error:
+        except supervision.Fenced as error:
             raise Fenced(str(error)) from error
         if document != self.documents[-1]:
             self.documents.append(document)
@@ -237,7 +238,7 @@ class ChaosPodClient(PodClient):
     async def _ask(
         self,
         verb: str,
-        ip: str,
+        pod: PodAddress,
         what: str,
         token: str,
         *,
@@ -248,7 +249,7 @@ class ChaosPodClient(PodClient):
         site, dice = self.site, self.site.dice
         await asyncio.sleep(dice.uniform(0.001, 0.01))
         fate = site.fate(site.pod_trouble)
-        found = site.kubelet.at(ip)
+        found = site.kubelet.at(pod.ip)
         if self.dead or found is None or fate == "refused":
             raise Unreachable("connection refused")
         if fate == "lost":

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 
 Json = dict[str, Any]
@@ -100,6 +101,8 @@ class FakeApiServer:
         self.admit: Callable[[Json], None] = lambda body: None
         """May raise Refused for a pod that is to be created."""
         self.url = ""
+        self.proxied: list[str] = []
+        """The Authorization of every request to a pod."""
         self.cut: set[str] = set()
         """Doors behind which nothing arrives, and from which nothing leaves."""
         self._runner: web.AppRunner | None = None
@@ -115,6 +118,11 @@ class FakeApiServer:
         app.router.add_get("/apis", self._discover)
         app.router.add_get("/api/v1", self._resources)
         app.router.add_get("/apis/rollout.dev/v1alpha1", self._resources)
+        app.router.add_route(
+            "*",
+            "/api/v1/namespaces/{namespace}/pods/{name}:{port}/proxy/{rest:.*}",
+            self._proxy,
+        )
         for prefix in (
             "/api/v1",
             "/apis/rollout.dev/v1alpha1",
@@ -292,6 +300,32 @@ class FakeApiServer:
             answer = _status(refusal.status, refusal.reason, refusal.message, {})
         await self._while_cut(door)
         return answer
+
+    async def _proxy(self, request: web.Request) -> web.Response:
+        """Hand a request on to a pod, as the real one does: without its Authorization."""
+        info = request.match_info
+        pod = self._objects["pods"].get(info["name"]) or {}
+        ip = (pod.get("status") or {}).get("podIP")
+        self.proxied.append(request.headers.get("Authorization", ""))
+        headers = {k: v for k, v in request.headers.items() if k.lower() != "authorization"}
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.request(
+                    request.method,
+                    f"http://{ip}:{info['port']}/{info['rest']}",
+                    params=request.query,
+                    headers=headers,
+                    data=await request.read(),
+                ) as answer,
+            ):
+                return web.Response(
+                    body=await answer.read(),
+                    status=answer.status,
+                    content_type=answer.content_type,
+                )
+        except aiohttp.ClientError as error:
+            return _status(503, "ServiceUnavailable", f"error trying to reach: {error}", {})
 
     def _door(self, request: web.Request) -> str:
         assert request.transport is not None

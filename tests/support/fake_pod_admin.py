@@ -9,6 +9,7 @@ from aiohttp import web
 
 from rollout_pod.protocol import (
     BASE_VERSION,
+    TOKEN_HEADER,
     DesiredDocument,
     GateState,
     PodPhase,
@@ -34,6 +35,8 @@ class FakePodAdmin:
         """Versions that cannot be fetched."""
         self.hold: asyncio.Event | None = None
         """Updates wait for it after the gate closed."""
+        self.bearers: set[str | None] = set()
+        """Every Authorization that came; None: none."""
         self.fence = False
         self.refuse = False
         self.state = StateDocument(
@@ -111,7 +114,10 @@ class FakePodAdmin:
         return web.json_response(text=self.state.model_dump_json())
 
     def _unauthorized(self, request: web.Request) -> web.Response | None:
-        if request.headers.get("Authorization") == f"Bearer {self.token}":
+        bearer = request.headers.get("Authorization")
+        self.bearers.add(bearer)
+        own = f"Bearer {request.headers.get(TOKEN_HEADER)}"
+        if f"Bearer {self.token}" in (bearer, own):
             return None
         return _problem(401, "unauthorized", "wrong token")
 

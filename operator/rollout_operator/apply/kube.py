@@ -2,6 +2,7 @@
 
 import json
 import os
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, Protocol
 
@@ -100,6 +101,19 @@ class KubeApi:
     async def close(self) -> None:
         """Close the connections."""
         await self._api.close()
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """What the connection is checked with; None where it is plain."""
+        context: ssl.SSLContext = self._api.rest_client.ssl_context
+        return context if self._api.configuration.host.startswith("https") else None
+
+    async def sign(self, path: str) -> tuple[str, Mapping[str, str]]:
+        """Return the URL and the headers with which this operator may ask for ``path``."""
+        _, url, headers, *_ = await self._api.param_serialize(
+            "GET", path, auth_settings=["BearerToken"]
+        )
+        return url, headers
 
     async def served(self) -> bool:
         """Tell whether the API server serves our kind."""

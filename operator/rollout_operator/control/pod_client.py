@@ -6,6 +6,7 @@ from typing import Final, Self
 import aiohttp
 from pydantic import ValidationError
 
+from rollout_operator.control.routes import Direct, PodAddress, Route
 from rollout_operator.metrics import Metrics
 from rollout_pod.protocol import (
     ADMIN_PORT,
@@ -50,16 +51,19 @@ class PodClient:
         *,
         metrics: Metrics,
         admin_port: int = ADMIN_PORT,
+        route: Route | None = None,
         may_work: Callable[[], bool] = lambda: True,
     ) -> None:
         self._metrics = metrics
         self._may_work = may_work
         self._port = admin_port
+        self._route = route or Direct()
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._route.tls or True),
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self
 
@@ -67,7 +71,9 @@ class PodClient:
         if self._session is not None:
             await self._session.close()
 
-    async def put_desired(self, ip: str, token: str, document: DesiredDocument) -> StateDocument:
+    async def put_desired(
+        self, pod: PodAddress, token: str, document: DesiredDocument
+    ) -> StateDocument:
         """Tell the pod what to become; return what it is now.
 
         Raises:
@@ -76,11 +82,16 @@ class PodClient:
         if not self._may_work():
             raise Unreachable("not asked: another operator may be working by now")
         return await self._ask(
-            "PUT", ip, "desired", token, timeout=_PUT_TIMEOUT_S, body=document.model_dump_json()
+            "PUT", pod, "desired", token, timeout=_PUT_TIMEOUT_S, body=document.model_dump_json()
         )
 
     async def get_state(
-        self, ip: str, token: str, *, after: StateDocument | None, timeout: float = STATE_POLL_MAX_S
+        self,
+        pod: PodAddress,
+        token: str,
+        *,
+        after: StateDocument | None,
+        timeout: float = STATE_POLL_MAX_S,
     ) -> StateDocument:
         """Return the pod's state: at once if it is not ``after``, else when it changes.
 
@@ -93,13 +104,13 @@ class PodClient:
         if after is not None:
             query["after"] = f"{after.boot_id}:{after.revision}"
         return await self._ask(
-            "GET", ip, "state", token, timeout=timeout + _POLL_MARGIN_S, query=query
+            "GET", pod, "state", token, timeout=timeout + _POLL_MARGIN_S, query=query
         )
 
     async def _ask(
         self,
         verb: str,
-        ip: str,
+        pod: PodAddress,
         what: str,
         token: str,
         *,
@@ -109,15 +120,15 @@ class PodClient:
     ) -> StateDocument:
         if self._session is None:
             raise RuntimeError("PodClient is used outside its context")
-        host = f"[{ip}]" if ":" in ip else ip
         outcome = "unreachable"
+        url, headers = await self._route.request(pod, self._port, f"/admin/v1/{what}", token)
         try:
             async with self._session.request(
                 verb,
-                f"http://{host}:{self._port}/admin/v1/{what}",
+                url,
                 params=query,
                 data=body,
-                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+                headers={**headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=timeout, connect=_CONNECT_TIMEOUT_S),
                 allow_redirects=False,
             ) as response:
@@ -143,7 +154,8 @@ def _problem(status: int, data: bytes) -> PodError:
         problem = Problem.model_validate_json(data)
     except ValidationError:
         text = f"HTTP {status}: {data[:200].decode(errors='replace')}"
-        return Unauthorized(text) if status == 401 else Unreachable(text)
+        # a 401 in other words is of something in between: the API server, a mesh
+        return Unreachable(text)
     text = "; ".join([problem.detail, *(f"{e.field}: {e.message}" for e in problem.errors)])
     if status == 401:
         return Unauthorized(text)

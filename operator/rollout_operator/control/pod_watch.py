@@ -11,6 +11,7 @@ import structlog
 from prometheus_client import Gauge
 
 from rollout_operator.control.pod_client import PodClient, PodError, Unauthorized
+from rollout_operator.control.routes import PodAddress
 from rollout_operator.plan.observed import Report
 from rollout_pod.protocol import StateDocument
 
@@ -27,13 +28,13 @@ class PodWatch:
         pods: PodClient,
         *,
         uid: str,
-        ip: str,
+        pod: PodAddress,
         token: Callable[[], str],
         wake: Callable[[], None],
         gauge: Gauge,
     ) -> None:
         self.uid = uid
-        self.ip = ip
+        self.pod = pod
         self._pods = pods
         self._token = token
         self._wake = wake
@@ -92,7 +93,7 @@ class PodWatch:
         failures = 0
         while True:
             try:
-                state = await self._pods.get_state(self.ip, self._token(), after=self._state)
+                state = await self._pods.get_state(self.pod, self._token(), after=self._state)
             except Exception as error:
                 if not isinstance(error, PodError):
                     # a bug must not end the only one who listens
