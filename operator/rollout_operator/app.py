@@ -68,7 +68,8 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.networking.request_timeout = 30
     # Kopf's growing pauses would keep a watch away long after the API server is back
     settings.networking.error_backoffs = [0.2, 0.5, 1, 1] + [2] * 300
-    settings.queueing.idle_timeout = 1
+    # of thousands of objects at the start, few have a worker of Kopf's at a time
+    settings.queueing.idle_timeout = 0.1
     settings.queueing.exit_timeout = 0.2
     settings.process.ultimate_exiting_timeout = 4
 

@@ -44,7 +44,7 @@ class Hub:
         if owner is None:
             return
         # of a replica that is not ours nothing is kept: another operator serves it
-        ours = self._caches.replicas.get(owner) is not None or cache.get(_key(raw)) is not None
+        ours = owner in self._caches.replicas or _key(raw) in cache
         if ours and _news(cache, event) and self._workers.knows(owner):
             self._workers.wake(owner)
 

@@ -82,26 +82,24 @@ class Observer:
         services, pods = self._caches.services, self._caches.pods
         # of a new replica: what has our names and not our labels no list shows
         missing = not memory.looked and (
-            pods.get(pod_key) is None or None in map(services.get, service_keys)
+            pod_key not in pods or not all(key in services for key in service_keys)
         )
         if fresh or missing:
             for key in service_keys:
                 await reread(self._kube, services, SERVICES, key)
             await reread(self._kube, pods, PODS, pod_key)
         memory.looked = True
-        lacks_pod = self._caches.pods.get(pod_key) is None
+        lacks_pod = pod_key not in pods
         if fresh or lacks_pod or time.monotonic() >= memory.secret_due:
             # the pod that is made next cannot start without it
             await self.read_secret(replica, memory)
-        raw = self._caches.pods.get(pod_key)
+        raw = pods.get(pod_key)
         pod = None if raw is None else pod_seen(raw, name=name, uid=replica.uid)
         return Seen(
             secret=_child(replica, "Secret", memory.secret, complete=bool(token(memory))),
             services=tuple(
                 _child(replica, "Service", found, complete=_holds(found, service))
-                for found, service in zip(
-                    map(self._caches.services.get, service_keys), wanted, strict=True
-                )
+                for found, service in zip(map(services.get, service_keys), wanted, strict=True)
             ),
             pod=pod,
             report=report(memory, pod),

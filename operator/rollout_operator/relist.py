@@ -109,12 +109,14 @@ class Relist:
         version = ""
         async for page in self._kube.pages(resource, namespace, selector=selector.text):
             version = page["metadata"].get("resourceVersion", "")
-            for raw in page.get("items") or ():
+            for raw in page.pop("items") or ():
                 listed.add((raw["metadata"]["namespace"], raw["metadata"]["name"]))
                 feed({"type": None, "object": raw})
         for key in cache.keys():  # noqa: SIM118 - a Cache is no mapping
+            if key in listed or (namespace and key[0] != namespace):
+                continue
             raw = cache.get(key)
-            if raw is None or key in listed or (namespace and key[0] != namespace):
+            if raw is None:
                 continue
             meta = raw["metadata"]
             # what is not ours was read by name; what is newer than the list was made since

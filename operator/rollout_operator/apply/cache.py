@@ -1,7 +1,8 @@
 """The newest object that a watch, a read or an own write has shown, by name."""
 
+import json
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from rollout_operator.api.replica import slim_managed_fields
 from rollout_operator.apply.kube import JsonObject, Kube
@@ -14,18 +15,33 @@ Key = tuple[str, str]
 """Namespace and name."""
 
 
+class _Kept(NamedTuple):
+    """An object as JSON: parsed, it would take five times as much."""
+
+    uid: str
+    version: str
+    text: bytes
+
+
 class Cache:
     """Objects of one kind. Late news never replaces newer news."""
 
     def __init__(self, *, slim: Callable[[JsonObject], None] = lambda _: None) -> None:
-        self._objects: dict[Key, JsonObject] = {}
+        self._objects: dict[Key, _Kept] = {}
         self._slim = slim
-        self._gone: dict[str, JsonObject] = {}
-        """Metadata, by uid, of what was dropped last: a late list must not bring it back."""
+        self._gone: dict[str, str] = {}
+        """By uid, the last version of what was dropped: a late list must not bring it back."""
 
     def get(self, key: Key) -> JsonObject | None:
-        """Return the newest known object."""
-        return self._objects.get(key)
+        """Return the newest known object, as a copy of the caller's own."""
+        kept = self._objects.get(key)
+        if kept is None:
+            return None
+        raw: JsonObject = json.loads(kept.text)
+        return raw
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._objects
 
     def keys(self) -> list[Key]:
         """Return the names of all known objects."""
@@ -34,29 +50,34 @@ class Cache:
     def put(self, raw: JsonObject) -> bool:
         """Remember ``raw`` unless something as new is known; tell whether it was news."""
         meta = raw["metadata"]
-        key = (meta["namespace"], meta["name"])
+        key, uid, version = _key(meta), meta["uid"], meta.get("resourceVersion", "")
         known = self._objects.get(key)
-        last = known["metadata"] if known is not None else self._gone.get(meta["uid"])
-        if last is not None and not _newer(meta, last):
+        last = known.version if known is not None else self._gone.get(uid)
+        if last is not None and not _newer(version, last):
             return False
         owners = slim_managed_fields(meta.pop("managedFields", None))
         if owners:
             meta["managedFields"] = owners
         self._slim(raw)
-        self._objects[key] = raw
+        self._objects[key] = _Kept(uid, version, json.dumps(raw, separators=(",", ":")).encode())
         return True
 
     def drop(self, key: Key, *, last: JsonObject | None = None) -> bool:
         """Forget the object (``last``: that incarnation, as it was in the end); was it known?"""
         known = self._objects.get(key)
-        if known is None or (last and known["metadata"]["uid"] != last["metadata"]["uid"]):
+        if known is None or (last and known.uid != last["metadata"]["uid"]):
             return False
         del self._objects[key]
-        meta = (last or known)["metadata"]
-        self._gone[meta["uid"]] = {"resourceVersion": meta.get("resourceVersion", "")}
+        version = last["metadata"].get("resourceVersion", "") if last else known.version
+        self._gone[known.uid] = version
         if len(self._gone) > _REMEMBERED:
             del self._gone[next(iter(self._gone))]
         return True
+
+    def uid(self, key: Key) -> str:
+        """Return the known object's uid; empty if none is known."""
+        kept = self._objects.get(key)
+        return kept.uid if kept else ""
 
 
 def slim_pod(raw: JsonObject) -> None:
@@ -66,12 +87,15 @@ def slim_pod(raw: JsonObject) -> None:
     (raw["metadata"].get("annotations") or {}).pop(DESIRED_ANNOTATION, None)
 
 
-def _newer(meta: JsonObject, known: JsonObject) -> bool:
+def _key(meta: JsonObject) -> Key:
+    return meta["namespace"], meta["name"]
+
+
+def _newer(new: str, old: str) -> bool:
     # Kubernetes lets clients order the resource versions of one resource as numbers
-    new, old = meta.get("resourceVersion", ""), known.get("resourceVersion", "")
     if new.isdecimal() and old.isdecimal():
         return int(new) > int(old)
-    return bool(new != old)
+    return new != old
 
 
 async def reread(kube: Kube, cache: Cache, resource: str, key: Key) -> JsonObject | None:
@@ -81,8 +105,7 @@ async def reread(kube: Kube, cache: Cache, resource: str, key: Key) -> JsonObjec
         KubeError: the API server did not answer: the cache stays as it was.
     """
     raw = await kube.get(resource, *key)
-    known = cache.get(key)
-    if known is not None and (raw is None or raw["metadata"]["uid"] != known["metadata"]["uid"]):
+    if key in cache and (raw is None or raw["metadata"]["uid"] != cache.uid(key)):
         cache.drop(key)
     if raw is not None:
         cache.put(raw)

@@ -91,9 +91,9 @@ class Executor:
 
     async def _apply_service(self, manifest: Manifest) -> None:
         key = _key(manifest)
-        known = self._services.get(key)
+        known = key in self._services
         found = await reread(self._kube, self._services, SERVICES, key)
-        if found is not None and known is None:
+        if found is not None and not known:
             # somebody was faster: whose it is, the next plan sees
             return
         self._services.put(await self._kube.apply(SERVICES, *key, manifest))
