@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_operator.api.conditions import ConditionType, Reason
@@ -465,6 +465,7 @@ happenings = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(what=happenings)
 def test_whatever_happens_it_never_starts_early_nor_twice_and_counts_each_end_once(what: list[str]):
     world = World(spec={"restartPolicy": QUICK})
