@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINES_S: Mapping[str, float] = {
-    "unit": 600, "wire": 480, "engine": 1200, "verl": 420, "cluster": 1500
+    "unit": 480, "wire": 480, "engine": 1500, "verl": 300, "cluster": 1500
 }  # fmt: skip
 """Together little more than an hour: with the environment, the first build of Kubernetes and the
 demo, all of CI stays under 90 minutes."""
