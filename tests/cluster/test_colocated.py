@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from devcluster.client import Cluster
-from devcluster.errors import CommandError
+from devcluster.client import Cluster, CommandError
 from examples.tiny_models import make
 from tests.support.replica import ROOT, Replica, install_operator
 
