@@ -1,13 +1,19 @@
 """A trainer pushes to RolloutReplicas: the operator between a fake API server and real supervisors."""
 
 import asyncio
+import json
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from examples.tiny_models import make
 from rollout_client.trainer import (
     Asleep,
     Refused,
@@ -22,7 +28,9 @@ from tests.support.local_pods import Local
 from tests.support.operator_kit import Bench, bench, running_status
 from tests.support.weights import make_place, mixed_tensors, same
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "colocated_trainer.py"
 
 
 def adapter_of(b: Bench, target: ReplicaTarget, **settings) -> ServerAdapter:
@@ -30,21 +38,28 @@ def adapter_of(b: Bench, target: ReplicaTarget, **settings) -> ServerAdapter:
 
 
 @asynccontextmanager
-async def pushed_replica(b: Bench, **settings) -> AsyncIterator[tuple[Local, ServerAdapter]]:
-    """A replica that a trainer pushes to, and its trainer."""
+async def replica(b: Bench, **traits) -> AsyncIterator[Local]:
+    """One that takes versions from a trainer."""
     b.apply(weights={"source": {"push": {}}})
     await b.until(lambda: b.server.get("pods", "qwen-0"), "the pod")
     with make_place() as place:
-        pod = Local(place, host="127.0.0.2", port=b.port, token=b.token())
+        pod = Local(place, host="127.0.0.2", port=b.port, token=b.token(), **traits)
         try:
             await pod.boot(first=None)
             b.server.change("pods", "qwen-0", {"status": running_status(pod.host)})
             await b.ready("Serving")
-            target = ReplicaTarget(name="qwen", namespace="ns", run_dir=pod.run_dir)
-            async with adapter_of(b, target, **settings) as adapter:
-                yield pod, adapter
+            yield pod
         finally:
             await pod.kill()
+
+
+@asynccontextmanager
+async def pushed_replica(b: Bench, **settings) -> AsyncIterator[tuple[Local, ServerAdapter]]:
+    """A replica and its trainer."""
+    async with replica(b) as pod:
+        target = ReplicaTarget(name="qwen", namespace="ns", run_dir=pod.run_dir)
+        async with adapter_of(b, target, **settings) as adapter:
+            yield pod, adapter
 
 
 async def test_a_version_is_pushed_and_the_replica_says_so() -> None:
@@ -111,3 +126,49 @@ async def test_a_pod_that_restarts_is_sent_its_version_again(
         await pod.pod.serving("step-1")
         assert same(pod.models[0], mixed_tensors(1))
         await b.ready("Serving")
+
+
+async def test_the_colocated_example_trains_pushes_and_parks(tmp_path: Path) -> None:
+    """examples/colocated_trainer.py; tests/cluster runs it in a real pod, beside the real engine."""
+    make(tmp_path / "base")
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c",
+        "users": [{"name": "u", "user": {}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "ns"}}],
+    }
+    async with bench() as b:
+        config["clusters"] = [{"name": "c", "cluster": {"server": b.server.url}}]
+        (tmp_path / "kubeconfig").write_text(json.dumps(config))
+        expected = load_file(tmp_path / "base" / "model.safetensors")
+        async with replica(b, expected=expected) as pod:
+            given = {
+                "KUBECONFIG": str(tmp_path / "kubeconfig"), "ROLLOUT_REPLICA": "qwen",
+                "ROLLOUT_NAMESPACE": "ns", "ROLLOUT_RUN_DIR": str(pod.run_dir),
+                "TRAINER_MODEL": str(tmp_path / "base"), "HF_HUB_OFFLINE": "1",
+            }  # fmt: skip
+            trainer = await asyncio.create_subprocess_exec(
+                sys.executable, str(EXAMPLE), env=os.environ | given,
+                stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            try:
+                async with asyncio.timeout(120):
+                    first, last, end = [
+                        json.loads(await trainer.stdout.readline()) for _ in range(3)
+                    ]
+                assert end == {"parked": True}
+                assert last["loss"] < first["loss"]
+                assert pod.state.weight_version == last["version"]
+                history = [(u["version"], u["by"]) for u in b.status()["history"][:2]]
+                assert history == [(u["version"], "rollout-trainer") for u in (last, first)]
+                held = pod.models[0]["model.embed_tokens.weight"]
+                assert not torch.equal(held, expected["model.embed_tokens.weight"])
+                # what was pushed is lost with the engine; the trainer that parks has it
+                await pod.kill()
+                await pod.boot(first=None)
+                await pod.pod.serving(last["version"])
+                assert torch.equal(pod.models[0]["model.embed_tokens.weight"], held)
+            finally:
+                trainer.terminate()
+            assert await trainer.wait() == 0
