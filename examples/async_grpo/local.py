@@ -12,6 +12,7 @@ from pathlib import Path
 from examples.async_grpo.replicas import Published, Replicas, RunError, by_folder, pushing
 from rollout_client.trainer import PodTarget, ServerAdapter
 from rollout_pod.ctl import Ctl, CtlError
+from rollout_pod.protocol import StateDocument
 
 START_S = 240.0
 UPDATE_S = 120.0
@@ -42,6 +43,7 @@ class LocalReplica:
         self._run_dir = folder / name
         self._log = folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
+        self._ctl: Ctl | None = None
 
     async def start(self, model: Path) -> None:
         """Start it; ``serving`` says when it is there."""
@@ -74,8 +76,7 @@ class LocalReplica:
 
     def _is_serving(self) -> bool:
         try:
-            with self._ctl() as ctl:
-                return ctl.state().ready
+            return self._state().ready
         except CtlError:
             return False
 
@@ -86,13 +87,8 @@ class LocalReplica:
 
     async def last_update(self) -> Published:
         """What it says of its last update."""
-
-        def ask() -> float:
-            with self._ctl() as ctl:
-                update = ctl.state().update
-                return (update and update.seconds.paused) or 0.0
-
-        return Published(self.name, paused_s=await asyncio.to_thread(ask))
+        update = (await asyncio.to_thread(self._state)).update
+        return Published(self.name, paused_s=(update and update.seconds.paused) or 0.0)
 
     async def stop(self) -> None:
         """End it: by SIGTERM, which drains, and after ``STOP_S`` by force."""
@@ -107,8 +103,10 @@ class LocalReplica:
             process.kill()
             await process.wait()
 
-    def _ctl(self) -> Ctl:
-        return Ctl.of_run_dir(self._run_dir, f"http://{self._admin}")
+    def _state(self) -> StateDocument:
+        if self._ctl is None:
+            self._ctl = Ctl.of_run_dir(self._run_dir, f"http://{self._admin}")
+        return self._ctl.state()
 
     def _tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
@@ -132,7 +130,7 @@ async def local_replicas(
     pods = [LocalReplica(f"replica-{n}", folder) for n in range(count)]
 
     async def look() -> list[Published]:
-        return [await pod.last_update() for pod in pods]
+        return await asyncio.gather(*(pod.last_update() for pod in pods))
 
     try:
         for pod in pods:

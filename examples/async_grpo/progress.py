@@ -20,7 +20,9 @@ def told(row: Row) -> str:
     return (
         f"reward {row.reward:.2f}  exact {row.exact:.2f}  off policy {row.staleness_mean:.1f} "
         f"(max {row.staleness_max})  {row.tokens_per_s:,.0f} tok/s  resumed {row.resumed:.0%}  "
-        f"paused {paused:.0%}"
+        f"paused {paused:.0%}  "
+        f"step {row.seconds:.1f} s (waited {row.waited_s:.1f}, trained {row.train_s:.1f}, "
+        f"published {row.publish_s:.1f})"
     )
 
 

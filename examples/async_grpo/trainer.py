@@ -61,7 +61,7 @@ class Trainer:
     """
 
     def __init__(self, *, seed: int, settings: TrainerSettings, threads: int = 1) -> None:
-        torch.set_num_threads(threads)
+        self._threads = threads
         self.model = new_model(seed=seed)
         self.step = 0
         self._settings = settings
@@ -77,6 +77,7 @@ class Trainer:
     def train(self, groups: Sequence[Group]) -> Trained:
         """Make the next step of the weights. Blocks; releases the GIL most of the time."""
         began = time.perf_counter()
+        torch.set_num_threads(self._threads)  # here: OpenMP has a number for each calling thread
         batch = batch_of(groups)
         for options in self._optimizer.param_groups:
             options["lr"] = learning_rate(self._settings, self.step)
