@@ -82,6 +82,10 @@ def serve(
         typer.Option(help="Go on from the documents in the run folder (a restarted container)."),
     ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds.")] = 30.0,
+    staging: Annotated[
+        Literal["Host", "Device"],
+        typer.Option(help="Where the next version waits; Device takes memory from the KV cache."),
+    ] = "Host",
     heartbeat_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that one step of the engine may take.")
     ] = 120.0,
@@ -112,6 +116,7 @@ def serve(
         drain_timeout_s=drain_timeout,
         heartbeat_timeout_s=heartbeat_timeout,
         log_level=log_level,
+        staging=staging,
     )
     raise typer.Exit(run_serve(settings))
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import structlog
 import uvicorn
@@ -59,6 +60,7 @@ class ServeSettings:
     drain_timeout_s: float
     heartbeat_timeout_s: float
     log_level: str = "INFO"
+    staging: Literal["Host", "Device"] = "Host"
 
 
 def run_serve(settings: ServeSettings) -> int:
@@ -95,7 +97,7 @@ async def _serve(settings: ServeSettings) -> int:
         settings.engine,
         EngineSettings(
             model=settings.model, args=engine_args, run_dir=settings.run_dir,
-            shm_dir=settings.shm_dir,
+            shm_dir=settings.shm_dir, staging=settings.staging,
         ),
     )  # fmt: skip
     if is_shared and not isinstance(engine, SharedEngine):
@@ -110,6 +112,7 @@ async def _serve(settings: ServeSettings) -> int:
         drain_timeout_s=settings.drain_timeout_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         gate=gate,
+        stages_on_device=settings.staging == "Device",
     )
     try:
         push_listener = bind_push_socket(settings.run_dir)

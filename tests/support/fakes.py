@@ -109,6 +109,12 @@ class FakeEngine:
         }
     )  # fmt: skip
     """Of every good load, in the reports of all ranks."""
+    aside: str | None = None
+    """The version that waits on the device."""
+    refuses_staging: str = ""
+    """Raised by ``stage_weights``, whose sender is not heard of then."""
+    switch_script: list[str] = field(default_factory=list)
+    """What the next switches do: ``untouched`` or ``midway``; then ``ok``."""
     calls: list[str] = field(default_factory=list)
     _requests: dict[str, _Request] = field(default_factory=dict)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
@@ -264,16 +270,6 @@ class FakeEngine:
             for r in range(self.world)
         )
 
-    async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:
-        raise EngineError("no memory is reserved for the next version")
-
-    async def switch_weights(self, version: str, *, timeout_s: float) -> tuple[RankReport, ...]:
-        why = "nothing was staged"
-        return tuple(
-            RankReport(rank, "host", False, version, error=why, touched=False)
-            for rank in range(self.world)
-        )
-
     async def clear_caches(self) -> CacheReport:
         self.calls.append("clear")
         if self.dead:
@@ -322,6 +318,31 @@ class FakeEngine:
         await asyncio.sleep(0)
         if self.dead:
             raise EngineDeadError(self.dead)
+
+    async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:
+        if self.refuses_staging:
+            self.calls.append("stage refused")
+            raise EngineError(self.refuses_staging)
+        self.calls.append(f"stage {version}")
+        self.aside = version
+
+    async def switch_weights(self, version: str, *, timeout_s: float) -> tuple[RankReport, ...]:
+        self.calls.append(f"switch {version}")
+        assert self.paused and not self.asleep
+        outcome = self.switch_script.pop(0) if self.switch_script else "ok"
+        if version != self.aside:
+            outcome = "untouched"
+        error = "" if outcome == "ok" else f"scripted: {outcome}"
+        touched = outcome != "untouched"
+        if outcome == "ok":
+            self.holds = version
+        elif touched:
+            self.holds, self.needs_flush = GARBAGE, True
+        return tuple(
+            RankReport(rank, "host", not error, version, error=error, touched=touched,
+                       path="switched")
+            for rank in range(self.world)
+        )  # fmt: skip
 
     async def publish_version(self, version: str) -> None:
         self.published = version

@@ -100,7 +100,7 @@ class UpdateState(_Document):
     transport: str | None = None
     """``cuda_ipc`` or ``shared_memory``: agreed with the ranks, then as they report it."""
     mode: str | None = None
-    """``direct`` or ``bucketed``; the same."""
+    """``direct`` or ``bucketed``; the same. ``staged``: it waited on the device."""
     session: str | None = None
     """Of the sender that pushes it; None where the weights agent fetches."""
     message: str = ""
@@ -122,7 +122,8 @@ class RankState(_Document):
     weight_version: str | None
     path: str = ""
     """How its last load went: ``replayed`` (all by recorded copies), ``mixed``, ``recorded`` or
-    ``reference`` (by the engine's own loaders); empty before the first."""
+    ``reference`` (by the engine's own loaders), ``switched`` (by one copy of what waited on the
+    device); empty before the first."""
     note: str = ""
     """Why not faster, where it will stay so."""
 

@@ -119,14 +119,18 @@ class Acts:
             update = update_news(self.board, cancel=counts.seconds)
         self.board.change(idle=True, kept=counts.kept > 0, update=update)
 
-    async def transfer(self, ref: WeightsRef, session: str, *, flush: bool) -> None:
+    async def transfer(
+        self, ref: WeightsRef, session: str, *, flush: bool, on_device: bool = False
+    ) -> None:
         """Let every rank load the staged version; whatever goes wrong poisons, unless no rank
-        had touched its model yet. A trainer that pushes it sends by itself.
+        had touched its model yet. A trainer that pushes it sends by itself, and of what waits
+        ``on_device`` every rank has all.
         """
         desired = self.board.desired
         timeout_s = desired.update_timeout_s if desired else 600.0
         started = time.monotonic()
         before = self.board.state
+        before_transport = before.update.transport if before.update else None
         # in memory only: a process that is killed from here on boots anew, from a checkpoint
         self.board.change(
             transferring=True,
@@ -136,7 +140,9 @@ class Acts:
             update=update_news(self.board, phase=UpdatePhase.TRANSFERRING),
         )
         load = asyncio.create_task(
-            self.engine.load_weights(
+            self.engine.switch_weights(ref.version, timeout_s=timeout_s)
+            if on_device
+            else self.engine.load_weights(
                 session, version=ref.version, flush=flush, timeout_s=timeout_s
             ),
             name=f"load {session}",
@@ -144,7 +150,7 @@ class Acts:
         problems: list[str] = []
         reports: tuple[RankReport, ...] = ()
         try:
-            if not ref.is_pushed:
+            if not ref.is_pushed and not on_device:
                 problems += await self._send(session, timeout_s)
             async with asyncio.timeout(timeout_s + _REPORT_S):
                 reports = await load
@@ -177,8 +183,8 @@ class Acts:
                     self.board,
                     phase=UpdatePhase.COMMITTING,
                     transfer=seconds,
-                    transport=_said(report.transport for report in reports),
-                    mode=_said(report.mode for report in reports),
+                    transport=_said(report.transport for report in reports) or before_transport,
+                    mode="staged" if on_device else _said(report.mode for report in reports),
                     steps=dict(max(reports, key=lambda report: report.seconds).steps),
                 ),
             )

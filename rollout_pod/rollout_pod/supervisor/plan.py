@@ -66,6 +66,8 @@ class Transfer:
     session: str
     flush: bool
     """Clear what a failed load left in the model first."""
+    on_device: bool = False
+    """It waits beside the model."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ def _towards(desired: DesiredDocument, target: WeightsRef, state: PodState, now:
     if stage.status is StageStatus.RUNNING or state.weights_asleep:
         return Wait()
     return _closed(desired, state, CancelReason.UPDATING) or Transfer(
-        target, stage.session, flush=state.poisoned
+        target, stage.session, flush=state.poisoned, on_device=stage.on_device
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from rollout_pod.engine.base import Engine
+from rollout_pod.engine.base import Engine, EngineError
 from rollout_pod.protocol import FetchProgress, PushOffer, UpdatePhase, UpdateState, WeightsRef
 from rollout_pod.protocol.push import OVER
 from rollout_pod.supervisor.board import Board
@@ -48,6 +48,8 @@ class Staging:
     agent: WeightsAgent
     wake: Callable[[], None]
     """Makes the supervisor plan again."""
+    on_device: bool = False
+    """Whether versions go on to the ranks' devices while the engine serves."""
     _sessions: int = 0
     _task: asyncio.Task[None] | None = None
     _left: list[asyncio.Task[None]] = field(default_factory=list)
@@ -135,6 +137,7 @@ class Staging:
                 timeout_s=desired.update_timeout_s,
                 on_progress=lambda done, total: self._fetched(session, done, total),
             )
+            on_device, note = await self._to_device(ref, session, desired.update_timeout_s)
         except StageError as error:
             self._failed(ref, session, str(error))
         except Exception as error:
@@ -145,10 +148,11 @@ class Staging:
                 return
             self.board.set(self.board.state.without_stage_failure(ref))
             self.board.change(
-                stage=Stage(ref, session, StageStatus.READY),
+                stage=Stage(ref, session, StageStatus.READY, on_device=on_device),
                 update=update_news(
                     self.board,
                     phase=UpdatePhase.STAGED,
+                    note=note,
                     bytes=staged.bytes,
                     transport=staged.transport,
                     prefetch=staged.seconds,
@@ -157,6 +161,30 @@ class Staging:
             )
         finally:
             self.wake()
+
+    async def _to_device(self, ref: WeightsRef, session: str, timeout_s: float) -> tuple[bool, str]:
+        """Let every rank take the version to its device, where it may wait there. Returns whether
+        it does, and why not where it should.
+
+        Raises:
+            StageError: it was begun and did not succeed; serving is not touched.
+        """
+        state = self.board.state
+        if not self.on_device or not self._is_current(session):
+            return False, ""
+        if state.committed is None or state.poisoned or state.weights_asleep:
+            return False, ""  # nothing is served that it could wait beside
+        if state.stage_failure_of(ref)[0]:
+            return False, "it waits in host memory: staging it failed before"
+        try:
+            await self.engine.stage_weights(session, version=ref.version, timeout_s=timeout_s)
+        except EngineError as error:
+            return False, f"it waits in host memory: {error}"
+        try:
+            await self.agent.send(session=session, timeout_s=timeout_s)
+        except TransferError as error:
+            raise StageError(str(error), kind="transfer", retryable=True) from error
+        return True, ""
 
     def _fetched(self, session: str, done: int, total: int) -> None:
         """A counter: whoever waits for news is not told."""

@@ -61,6 +61,8 @@ class Stage:
     retry_at: float = 0.0
     """On the supervisor's clock, in seconds; of a failed stage."""
     message: str = ""
+    on_device: bool = False
+    """Every rank has all of it beside its model: no sender is needed any more."""
 
 
 @dataclass(frozen=True)

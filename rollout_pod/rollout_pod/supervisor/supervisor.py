@@ -65,12 +65,16 @@ class Supervisor:
     heartbeat_s: float = PERIOD_S
     gate: Gate = field(default=None)  # type: ignore[assignment]  # made from the engine, if none
     """What requests pass on their way into the engine."""
+    stages_on_device: bool = False
+    """Whether the engine was started with memory for the next version on its device."""
 
     def __post_init__(self) -> None:
         self.gate = self.gate or Gate(self.engine)
         self.board = Board(unfinished=lambda: self.gate.unfinished)
         self._wake = asyncio.Event()
-        self._staging = Staging(self.board, self.engine, self.agent, self._wake.set)
+        self._staging = Staging(
+            self.board, self.engine, self.agent, self._wake.set, self.stages_on_device
+        )
         self._acts = Acts(
             self.board, self.engine, self.gate, self.agent, self.store, self.metrics,
             self._staging, self._wake,
@@ -238,8 +242,8 @@ class Supervisor:
                 acts.close_gate(reason)
             case plan.Cancel(mode):
                 await acts.cancel(mode)
-            case plan.Transfer(ref, session, flush):
-                await acts.transfer(ref, session, flush=flush)
+            case plan.Transfer(ref, session, flush, on_device):
+                await acts.transfer(ref, session, flush=flush, on_device=on_device)
             case plan.ClearCaches():
                 await acts.clear_caches()
             case plan.Commit(ref):
