@@ -560,6 +560,7 @@ def hashed(**spec: Any) -> str:
         {"gpus": 1},
         {"loadTimeoutSeconds": 5},
         {"weights": {"hostMemory": "1Gi"}},
+        {"gpus": 0, "weights": {"staging": "Device"}},
         {"weights": {"source": {"url": "s3://b/v", "secretRef": {"name": "s"}}}},
         {"drainTimeoutSeconds": 5},
         {"template": {"spec": {"nodeSelector": {"a": "b"}}}},
@@ -579,6 +580,7 @@ def test_these_fields_replace_the_pod(change: dict[str, Any]):
         {"weights": {"transport": "SharedMemory", "bucketSize": "1Mi", "maxAttempts": 9}},
         {"weights": {"source": {"path": "/x/{version}"}, "timeoutSeconds": 5}},
         {"weights": {"hostMemory": "16384Mi"}},
+        {"weights": {"staging": "Host"}},
         {"weights": {"source": {"url": "s3://b/{version}"}}},
         {"engine": "vllm"},
         {"aFieldOfALaterVersion": 1},
@@ -591,3 +593,12 @@ def test_these_fields_reach_the_running_pod(change: dict[str, Any]):
 def test_the_hash_stays_the_same_between_releases():
     # a changed value here restarts every pod of every user on the next upgrade
     assert hashed() == "48fdce79c0dbf0cd"
+
+
+def test_staging_is_told_only_where_it_is_not_the_default():
+    def args(**weights: Any) -> list[str]:
+        engine = by_name(build(gpus=1, weights=weights)["spec"]["containers"], "engine")
+        return engine["args"][: engine["args"].index("--")]
+
+    assert "--staging" not in args()
+    assert args(staging="Device")[-2:] == ["--staging", "Device"]

@@ -33,6 +33,13 @@ class Transport(StrEnum):
     CUDA_IPC = "CUDAIPC"
 
 
+class StagingPlace(StrEnum):
+    """Where the next version waits to be loaded."""
+
+    HOST = "Host"
+    DEVICE = "Device"
+
+
 class InterruptionMode(StrEnum):
     """What a pause or an update does to requests in flight."""
 
@@ -64,6 +71,7 @@ class WeightsSpec(_Part):
     """How weights reach the engine."""
 
     host_memory: Annotated[str | int, Field(max_length=32)] = "16Gi"
+    staging: StagingPlace = StagingPlace.HOST
     transport: Transport = Transport.AUTO
     bucket_size: Annotated[str | int, Field(max_length=32)] = "256Mi"
     source: WeightsSource | None = None

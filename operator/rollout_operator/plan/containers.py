@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from rollout_operator.api import names
 from rollout_operator.api.quantity import parse_bytes
-from rollout_operator.api.spec import DEFAULT_ENGINE, RolloutSpec
+from rollout_operator.api.spec import DEFAULT_ENGINE, RolloutSpec, StagingPlace
 from rollout_operator.plan import template as merge
 from rollout_pod.protocol import ADMIN_PORT, DATA_PORT
 
@@ -52,6 +52,12 @@ def engine(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: st
         *("--desired-file", f"{PODINFO_DIR}/desired"),
         *("--agent", "external"),
         *("--drain-timeout", str(spec.drain_timeout_seconds)),
+        # left out where it is the default: an image of an older release knows no such option
+        *(
+            ("--staging", spec.weights.staging.value)
+            if spec.weights.staging is not StagingPlace.HOST
+            else ()
+        ),
         "--",
         *engine_args(spec),
     ]

@@ -7,7 +7,7 @@ from typing import Any, Final
 from rollout_operator.api import names
 from rollout_operator.api.quantity import parse_bytes
 from rollout_operator.api.replica import Replica
-from rollout_operator.api.spec import DEFAULT_ENGINE, RolloutSpec
+from rollout_operator.api.spec import DEFAULT_ENGINE, RolloutSpec, StagingPlace
 from rollout_operator.plan import containers
 from rollout_operator.plan import template as merge
 from rollout_pod.protocol import (
@@ -48,6 +48,8 @@ def pod_hash(spec: RolloutSpec) -> str:
     }
     if spec.engine != DEFAULT_ENGINE:
         hashed["engine"] = spec.engine
+    if spec.weights.staging is not StagingPlace.HOST:
+        hashed["staging"] = spec.weights.staging.value
     source = spec.weights.source
     if source is not None and source.secret_ref is not None:
         hashed["secretRef"] = source.secret_ref.name
