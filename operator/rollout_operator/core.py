@@ -20,6 +20,7 @@ from rollout_operator.plan.lease import Timing
 from rollout_operator.plan.plan import PodDefaults
 from rollout_operator.reconcile import Reconciler
 from rollout_operator.relist import Relist
+from rollout_operator.series import ReplicaSeries
 from rollout_operator.settings import Settings
 from rollout_operator.workers import Workers
 
@@ -39,6 +40,7 @@ class Core:
     ) -> None:
         self._metrics = metrics
         self._starting: asyncio.Task[None] | None = None
+        series = ReplicaSeries(metrics.registry, clock=clock)
         caches = Caches(replicas=Cache(), pods=Cache(slim=slim_pod), services=Cache())
         selector = Selector.parse(settings.replica_selector)
         reconciler = Reconciler(
@@ -51,10 +53,14 @@ class Core:
             metrics=metrics,
             resync_s=settings.resync_seconds,
             selector=selector,
+            series=series,
             clock=clock,
         )
         self._workers = Workers(
-            reconciler.reconcile, report=reconciler.report_failure, metrics=metrics
+            reconciler.reconcile,
+            report=reconciler.report_failure,
+            metrics=metrics,
+            ended=series.forget,
         )
         self.hub = Hub(caches, self._workers)
         self._relist = Relist(

@@ -21,10 +21,12 @@ from rollout_operator.metrics import Metrics
 from rollout_operator.observe import Caches, Observer, report
 from rollout_operator.plan.actions import Plan
 from rollout_operator.plan.diagnosis import UNREACHABLE_GRACE_S
+from rollout_operator.plan.history import finished_steps
 from rollout_operator.plan.observed import Seen
 from rollout_operator.plan.plan import PodDefaults, make_plan
 from rollout_operator.plan.restarts import newly_counted
 from rollout_operator.plan.status import render_failure, render_status
+from rollout_operator.series import ReplicaSeries
 from rollout_operator.steer import Steering
 
 _ROUNDS: Final = 6
@@ -55,6 +57,7 @@ class Reconciler:
         metrics: Metrics,
         resync_s: float,
         selector: Selector,
+        series: ReplicaSeries,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._kube = kube
@@ -67,6 +70,7 @@ class Reconciler:
             kube, pods=caches.pods, services=caches.services, metrics=metrics, clock=clock
         )
         self._metrics = metrics
+        self._series = series
         self._steering = Steering(pods, self._observer, metrics=metrics)
 
     async def reconcile(
@@ -128,6 +132,7 @@ class Reconciler:
         if seen.report is not None and 0 < seen.report.failing_for < UNREACHABLE_GRACE_S:
             waits.append(UNREACHABLE_GRACE_S - seen.report.failing_for + 0.1)
         status = render_status(replica, seen, plan, self._clock())
+        self._series.show(replica, status)
         if status != replica.status:
             left = _settling(status, memory)
             if left > 0:
@@ -159,6 +164,8 @@ class Reconciler:
         self._caches.replicas.put(answer)
         for reason, count in newly_counted(replica.status.restarts, status.restarts).items():
             self._metrics.restarts.labels(reason=reason).inc(count)
+        for step, seconds in finished_steps(replica.status, status).items():
+            self._metrics.update_seconds.labels(step=step).observe(seconds)
         for kind, reason, message in transitions(replica.status, status):
             await self._executor.tell(replica, kind, reason, message)
 

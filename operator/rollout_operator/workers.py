@@ -66,10 +66,18 @@ class _Worker:
 class Workers:
     """All workers. Events that come during a pass make exactly one more pass."""
 
-    def __init__(self, run: Pass, *, report: Report, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        run: Pass,
+        *,
+        report: Report,
+        metrics: Metrics,
+        ended: Callable[[Key], None] = lambda _: None,
+    ) -> None:
         self._run = run
         self._report = report
         self._metrics = metrics
+        self._ended = ended
         self._workers: dict[Key, _Worker] = {}
         self._open = False
         # asyncio's semaphores serve in the order in which they were asked
@@ -145,6 +153,7 @@ class Workers:
             if self._workers.get(key) is worker:
                 del self._workers[key]
             self._metrics.replicas.set(len(self._workers))
+            self._ended(key)
             await worker.memory.close()
 
     @asynccontextmanager
@@ -173,10 +182,12 @@ class Workers:
                 following = await self._run(key, worker.memory, fresh=fresh, wake=wake)
             outcome = "ok"
         except KubeError as error:
+            self._metrics.reconcile_errors.labels(reason=_reason(error)).inc()
             log.warning("pass failed", namespace=key[0], replica=key[1], error=str(error))
             return None, error
         except Exception as error:
             # a bug or a deadline in one replica must not stop the others
+            self._metrics.reconcile_errors.labels(reason=type(error).__name__).inc()
             log.exception("pass failed", namespace=key[0], replica=key[1])
             await self._tell(key, error)
             return None, error
@@ -201,6 +212,10 @@ async def _wait(worker: _Worker, following: Next) -> None:
             await worker.woken.wait()
     except TimeoutError:
         worker.fresh |= following.fresh
+
+
+def _reason(error: KubeError) -> str:
+    return error.reason or (f"HTTP {error.status}" if error.status else "NoAnswer")
 
 
 def _backoff(failures: int, error: Exception) -> float:

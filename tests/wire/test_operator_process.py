@@ -97,6 +97,11 @@ async def test_probes_and_metrics(tmp_path: Path):
         assert "rollout_operator_replicas 1.0" in metrics
         assert "rollout_operator_pod_polls 1.0" in metrics
         assert 'rollout_operator_reconciles_total{outcome="ok"}' in metrics
+        own = 'rollout_replica_ready{name="qwen",namespace="ns"} 1.0'
+        assert own in metrics
+        operator.bench.server.remove("rolloutreplicas", "qwen")
+        await operator.bench.until(lambda: "rollout_replica_ready{" not in operator.get("metrics"))
+        assert 'name="qwen"' not in await asyncio.to_thread(operator.get, "metrics")
 
 
 @pytest.mark.parametrize(

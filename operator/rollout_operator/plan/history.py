@@ -7,6 +7,7 @@ from rollout_operator.api.status import (
     MAX_HISTORY,
     CommittedSource,
     FinishedUpdate,
+    ReplicaStatus,
     WeightUpdate,
 )
 from rollout_operator.plan.document import wanted_version
@@ -61,6 +62,23 @@ def with_update(
         by=update.by,
     )
     return (entry, *history)[:MAX_HISTORY]
+
+
+def finished_steps(old: ReplicaStatus, new: ReplicaStatus) -> dict[str, float]:
+    """Return the seconds of each step of the update that has just committed; empty if none has."""
+    update = new.weight_update
+    if update is None or update.phase != UpdatePhase.COMMITTED:
+        return {}
+    known = old.weight_update
+    if (
+        known is not None
+        and known.phase == UpdatePhase.COMMITTED
+        and _is(known, update.target, update.started_at)
+    ):
+        return {}
+    steps = update.seconds.model_dump() if update.seconds else {}
+    steps["paused"] = update.paused_seconds
+    return {step: seconds for step, seconds in steps.items() if seconds is not None}
 
 
 def committed_source(ref: WeightsRef | None) -> CommittedSource | None:
