@@ -115,9 +115,11 @@ class Core:
 
     def trouble(self) -> str:
         """Return why this operator can neither work nor wait for its turn; empty else."""
-        return (
-            f"no Lease: {self._elector.trouble}" if self._elector and self._elector.trouble else ""
-        )
+        if not self._relist.first.is_set():
+            return f"nothing is listed yet: {self._relist.trouble or 'on its way'}"
+        if self._elector and self._elector.trouble:
+            return f"no Lease: {self._elector.trouble}"
+        return ""
 
     def overdue(self) -> tuple[Key, float] | None:
         """Return the replica that should have been looked at longest ago, with the seconds."""

@@ -52,6 +52,8 @@ class Relist:
             (PODS, OURS, caches.pods, hub.pod),
             (SERVICES, OURS, caches.services, hub.service),
         )
+        self.trouble = ""
+        """Why the last attempt failed; empty if it did not."""
         self.first = asyncio.Event()
         """Set when everything was listed once."""
 
@@ -79,9 +81,11 @@ class Relist:
                     async with asyncio.timeout(_DEADLINE_S):
                         await self._all()
                     self._listed_at = time.monotonic()
+                    self.trouble = ""
                     self.first.set()
                 except (KubeError, TimeoutError) as error:
-                    log.warning("not listed", reason=str(error) or "no end in time")
+                    self.trouble = str(error) or "no end in time"
+                    log.warning("not listed", reason=self.trouble)
                     delay = _RETRY_S
                 except Exception:
                     # the watches go on; a bug here must not end what heals them

@@ -62,7 +62,8 @@ async def test_a_list_that_fails_is_tried_again_and_nothing_works_before():
         server.faults.append(fault)
         await b.start()
         stack.push_async_callback(b.stop)
-        await asyncio.sleep(1)
+        await b.until(lambda: "made to fail" in b.runtime._unready())
+        await asyncio.sleep(0.5)
         assert server.writes() == []
         fault.count = 0
         await b.run_pod()
