@@ -3,16 +3,21 @@
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
 from rollout_operator.api.selector import Selector
 from rollout_operator.apply.cache import Cache, Key, slim_pod
 from rollout_operator.apply.errors import KubeError
+from rollout_operator.hub import Hub
 from rollout_operator.memory import Memory
 from rollout_operator.metrics import Metrics
+from rollout_operator.observe import Caches
 from rollout_operator.reconcile import Next
+from rollout_operator.relist import Relist
 from rollout_operator.workers import FAST_LANE, SLOW_LANE, Workers
+from tests.support.virtual_time import VirtualLoop, clock_of
 
 
 class Passes:
@@ -163,3 +168,50 @@ def test_a_pod_is_kept_without_what_nobody_reads():
     empty: dict = {"metadata": {}}
     slim_pod(empty)
     assert empty == {"metadata": {}}
+
+
+def test_operators_list_at_times_of_their_own():
+    loop = VirtualLoop()
+    times: dict[str, list[float]] = {"a": [], "b": []}
+
+    class Kube:
+        def __init__(self, who: str) -> None:
+            self.who = who
+
+        async def pages(self, resource: str, namespace: str, *, selector: str = ""):
+            if resource == "pods":
+                times[self.who].append(loop.now)
+            yield {"metadata": {"resourceVersion": "1"}, "items": []}
+
+    async def main() -> None:
+        both = []
+        for who in times:
+            passes = Passes(lambda _: False)
+            caches = Caches(replicas=Cache(), pods=Cache(), services=Cache())
+            workers = Workers(passes, report=passes.report, metrics=Metrics())
+            both.append(
+                Relist(
+                    Kube(who),  # type: ignore[arg-type]  # only what it needs
+                    caches,
+                    Hub(caches, workers),
+                    namespaces=("ns",),
+                    selector=Selector.parse(""),
+                    period_s=300,
+                    wanted=lambda: True,
+                )
+            )
+        for one in both:
+            one.start()
+        await asyncio.sleep(3000)
+        for one in both:
+            await one.stop()
+
+    with clock_of(loop):
+        loop.run_until_complete(main())
+    loop.close()
+    for found in times.values():
+        gaps = [later - earlier for earlier, later in pairwise(found)]
+        assert len(gaps) >= 9
+        assert all(270 <= gap <= 331 for gap in gaps)
+        assert len({round(gap, 3) for gap in gaps}) == len(gaps)
+    assert times["a"][1:] != times["b"][1:]
