@@ -213,8 +213,8 @@ class Cuda:
         """See ``Device``."""
         with self.current():
             _call("cuMemcpyHtoD_v2", _address(address), data, _size(len(data)))
-            # it may return while the bytes are still on their way, and another process reads them
-            _call("cuStreamSynchronize", None)
+            # it returns when the bytes are on their way: another process might see the old ones
+            _call("cuStreamSynchronize", ctypes.c_void_p(0))
 
     def register(self, address: int, nbytes: int) -> None:
         """See ``Device``."""

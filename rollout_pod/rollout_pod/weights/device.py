@@ -82,7 +82,7 @@ class Device(Protocol):
         """A few bytes to the host, at once."""
 
     def write(self, address: int, data: bytes) -> None:
-        """A few bytes from the host, at once."""
+        """A few bytes from the host; all processes see them when this returns."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin host memory, so that copies run at the speed of the bus."""
