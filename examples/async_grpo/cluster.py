@@ -16,7 +16,7 @@ from devcluster.settings import load_settings
 from examples.async_grpo.model import save_model
 from examples.async_grpo.replicas import Published, Replicas, RunError, by_folder
 from rollout_client.kube import Kube, KubeError, ReplicaGone
-from rollout_client.trainer import SelectorTarget, ServerAdapter
+from rollout_client.trainer import SelectorTarget, SyncServerAdapter
 
 MANIFEST = Path(__file__).with_name("replica.yaml")
 NAMESPACE = "rollout"
@@ -43,21 +43,17 @@ async def cluster_replicas(model: Any, *, count: int = 2) -> AsyncIterator[Repli
     selector = f"app={manifest['metadata']['labels']['app']}"
     try:
         cluster = _cluster()
-        async with (
-            await Kube.connect(namespace=NAMESPACE, manager=MANAGER) as kube,
-            ServerAdapter(
-                SelectorTarget(selector=selector, namespace=NAMESPACE),
-                timeout_s=UPDATE_S, manager=MANAGER,
-            ) as adapter,
-        ):  # fmt: skip
+        target = SelectorTarget(selector=selector, namespace=NAMESPACE)
+        async with await Kube.connect(namespace=NAMESPACE, manager=MANAGER) as kube:
             shutil.rmtree(folder, ignore_errors=True)
             save_model(model, folder / manifest["spec"]["model"].rpartition("/")[2])
             try:
                 await _apply(kube, manifest, names)
                 urls = [await asyncio.to_thread(_url, cluster, name) for name in names]
                 # the trainer is in no pod of theirs: it cannot share memory with them
-                deliver = by_folder(adapter, folder, names_source=False)
-                yield Replicas(urls, deliver, lambda: _look(kube, names))
+                with SyncServerAdapter(target, timeout_s=UPDATE_S, manager=MANAGER) as adapter:
+                    deliver = by_folder(adapter, folder, names_source=False)
+                    yield Replicas(urls, deliver, lambda: _look(kube, names))
             finally:
                 for name in names:
                     await _delete(kube, name)

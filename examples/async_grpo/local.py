@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from examples.async_grpo.replicas import Published, Replicas, RunError, by_folder, pushing
-from rollout_client.trainer import PodTarget, ServerAdapter
+from rollout_client.trainer import PodTarget, SyncServerAdapter
 from rollout_pod.ctl import Ctl, CtlError
 from rollout_pod.protocol import StateDocument
 
@@ -137,7 +137,7 @@ async def local_replicas(
             await pod.start(model)
         for pod in pods:
             await pod.serving()
-        async with ServerAdapter([pod.target for pod in pods], timeout_s=UPDATE_S) as adapter:
+        with SyncServerAdapter([pod.target for pod in pods], timeout_s=UPDATE_S) as adapter:
             deliver = (
                 pushing(adapter)
                 if pushes

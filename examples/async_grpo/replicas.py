@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from examples.async_grpo.model import save_weights
-from rollout_client.trainer import AdapterError, ReplicaErrors, ServerAdapter
+from rollout_client.trainer import AdapterError, ReplicaErrors, SyncServerAdapter
 from rollout_pod.protocol import WeightsSource
 
 KEPT = 4
@@ -63,16 +63,20 @@ class Replicas:
         return await self._look()
 
 
-def pushing(adapter: ServerAdapter) -> Deliver:
+# The adapter has an event loop in a thread of its own: in the one of the rollouts, each step of an
+# update would wait for its turn among hundreds of them.
+
+
+def pushing(adapter: SyncServerAdapter) -> Deliver:
     """Out of this process' memory, through memory that it shares with the engines."""
 
     async def deliver(step: int, weights: Mapping[str, Tensor]) -> object:
-        return await adapter.update_weights(weights, global_steps=step)
+        return await asyncio.to_thread(adapter.update_weights, weights, global_steps=step)
 
     return deliver
 
 
-def by_folder(adapter: ServerAdapter, folder: Path, *, names_source: bool) -> Deliver:
+def by_folder(adapter: SyncServerAdapter, folder: Path, *, names_source: bool) -> Deliver:
     """By safetensors files that the replicas' weights agents read, one folder a version.
 
     Args:
@@ -87,7 +91,7 @@ def by_folder(adapter: ServerAdapter, folder: Path, *, names_source: bool) -> De
         version = folder / f"step-{step}"
         await asyncio.to_thread(save_weights, weights, version)
         source = WeightsSource(path=str(version)) if names_source else None
-        results = await adapter.update_weights(global_steps=step, source=source)
+        results = await asyncio.to_thread(adapter.update_weights, global_steps=step, source=source)
         kept.append(version)
         while len(kept) > KEPT:
             shutil.rmtree(kept.pop(0), ignore_errors=True)
