@@ -59,6 +59,8 @@ def over(**traits: Any) -> PodSeen:
     [
         (pod(), None),
         (going(), None),  # a person's wish is no failure
+        (going(phase="Succeeded"), None),  # nor that it comes true
+        (going(phase="Failed"), None),
         (over(), (Reason.POD_FAILED, True)),
         (over(phase="Succeeded"), (Reason.POD_FAILED, True)),
         (over(reason="UnexpectedAdmissionError"), (Reason.POD_FAILED, True)),

@@ -58,6 +58,8 @@ async def test_reverted_while_the_old_pod_drains_it_comes_back_as_it_was():
         await draining(b)
         b.patch(model="m")
         await b.until(lambda: b.status()["observedGeneration"] == 3)
+        # its containers end before kubelet lets it go
+        b.server.change("pods", "qwen-0", {"status": {"phase": "Succeeded"}})
         await b.quiet()
         b.server.remove("pods", "qwen-0")
         new = await b.until(lambda: pod(b))

@@ -54,11 +54,12 @@ def end_of(seen: Seen) -> End | None:
     text = pod.failure or pod.disruption_message or pod.disruption
     if pod.disruption in _DISRUPTIONS:
         return End(reason=_DISRUPTIONS[pod.disruption], message=text, failure=False)
-    if pod.over and pod.reason in _SHUTDOWN:
+    if not pod.over or pod.deleting:
+        # one that was asked to stop ends as asked: that is no failure
+        return None
+    if pod.reason in _SHUTDOWN:
         return End(reason=Reason.NODE_SHUTDOWN, message=text, failure=False)
-    return (
-        End(reason=Reason.POD_FAILED, message=text or pod.phase, failure=True) if pod.over else None
-    )
+    return End(reason=Reason.POD_FAILED, message=text or pod.phase, failure=True)
 
 
 def tally(replica: Replica, spec: RolloutSpec, seen: Seen, now: float) -> Restarts | None:
