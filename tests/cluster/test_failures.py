@@ -1,5 +1,6 @@
 """What a cluster does to a replica, done by the real thing: named, counted, and recovered from."""
 
+import asyncio
 import json
 import shutil
 import uuid
@@ -11,7 +12,8 @@ import pytest
 
 from devcluster.client import Cluster
 from examples.tiny_models import make
-from tests.support.replica import Replica, install_operator
+from tests.support.engine_kit import prompts
+from tests.support.replica import Replica, in_flight, install_operator
 
 CLAIM = "late-claim"
 LABEL = "rollout.dev/test-late"
@@ -188,3 +190,36 @@ def test_an_engine_that_does_not_fit_its_memory_is_given_up_and_comes_back_with_
     replica.apply({"template": template(replica), "restartPolicy": {"maxRestarts": 1}})
     replica.serving("base")
     assert replica.condition("Stalled")["status"] == "False"
+
+
+async def test_a_changed_spec_rolls_with_a_drain_and_a_revert_meanwhile_does_no_harm(
+    cluster: Cluster, replica: Replica
+) -> None:
+    replica.apply()
+    replica.serving("base")
+    old = replica.pod()["metadata"]["uid"]
+    async with replica.client() as client:
+        task = asyncio.create_task(
+            client.generate(
+                prompts(1)[0],
+                {"temperature": 0, "ignore_eos": True, "max_tokens": 1500},
+                deadline_s=60,
+            )
+        )
+        await in_flight(replica, 1)
+        replica.patch(loadTimeoutSeconds=301)
+        await asyncio.to_thread(
+            cluster.wait,
+            lambda: replica.pod()["metadata"].get("deletionTimestamp"),
+            30,
+            "the old pod to be asked to stop",
+        )
+        replica.patch(loadTimeoutSeconds=300)
+        rollout = await task
+    assert len(rollout.token_ids) == 1500 and rollout.attempts == 1, "cut instead of drained"
+    replica.serving("base")
+    assert replica.pod()["metadata"]["uid"] != old
+    assert restarts(replica) == {}, "a wish is no failure"
+    selector = f"--field-selector=involvedObject.name={replica.name}"
+    told = replica.kubectl("get", "events", selector, "-o", "jsonpath={.items[*].reason}")
+    assert told.split().count("PodReplacing") == 1, "the revert was rolled once more"
