@@ -148,8 +148,9 @@ class AttackedEngine(FakeEngine):
         self, session: str, version: str, flush: bool, timeout_s: float, kind: str
     ) -> tuple[RankReport, ...]:
         assert self.agent is not None
+        ends_at = asyncio.get_running_loop().time() + timeout_s + 1
         try:
-            async with asyncio.timeout(timeout_s + 1):
+            async with asyncio.timeout_at(ends_at):
                 outcome = await self.agent.outcome(session, version)
         except TimeoutError:
             outcome = "untouched"
@@ -163,7 +164,7 @@ class AttackedEngine(FakeEngine):
         if self.dead:
             raise EngineDeadError(self.dead)
         if kind == "load: hangs":
-            await asyncio.sleep(timeout_s + 1)
+            await asyncio.sleep(ends_at - asyncio.get_running_loop().time())
             return self._reports(version, "the time was over")
         if outcome == "midway" or (self.needs_flush and not flush):
             self.needs_flush = True

@@ -534,6 +534,24 @@ async def test_an_engine_that_hangs_in_a_load_is_not_the_versions_fault(tmp_path
         await pod.serving("step-1")
 
 
+async def test_an_engine_that_never_reports_a_load_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_pod.supervisor.acts._REPORT_S", 0.05)
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        monkeypatch.setattr(pod.engine, "load_weights", never)
+        pod.want(ref("step-1"), update_timeout_s=0.1)
+        with pytest.raises(PodFailed, match="no report of the load of step-1: time is over"):
+            await asyncio.wait_for(asyncio.shield(pod.task), 5)
+        assert pod.state.rejected is None
+
+
 async def _no_report(pod: Pod) -> None:
     with pytest.raises(PodFailed, match=r"no report of the load of step-1: .* within"):
         await asyncio.wait_for(asyncio.shield(pod.task), 5)

@@ -159,7 +159,7 @@ class Acts:
             problems.append(str(error))  # the cause is to be the container's last words
         except (EngineHungError, TimeoutError) as error:
             # no fault of the version: the engine that comes after this one loads it
-            message = f"no report of the load of {ref.version}: {error or 'time is over'}"
+            message = f"no report of the load of {ref.version}: {str(error) or 'time is over'}"
             self.board.change(update=update_news(
                 self.board, phase=UpdatePhase.FAILED, message=message, finished_at=time.time(),
             ))  # fmt: skip
