@@ -320,14 +320,8 @@ class EngineContract:
     async def test_only_what_was_staged_is_switched_to(
         self, subject: EngineSubject, engine: Engine
     ) -> None:
-        """An engine that reserves no memory for the next version says so; nothing is touched."""
+        """Whether or not it reserves memory for a next version; nothing is touched otherwise."""
         before = await ask(subject, engine, 16)
-        with pytest.raises(EngineError) as caught:
-            await within(
-                CALL_S,
-                engine.stage_weights(uuid.uuid4().hex, version="step-1", timeout_s=MUTE_S),
-            )
-        assert str(caught.value).strip()
         await within(CALL_S, engine.pause())
         reports = await within(CALL_S, engine.switch_weights("step-1", timeout_s=MUTE_S))
         assert_failed(engine, reports)
