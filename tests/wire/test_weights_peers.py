@@ -217,11 +217,12 @@ async def test_misbehaviour_ends_the_load(place: Place, raw: RawSender, misbehav
         report = await start(place.receivers[0], loader)
         assert loader.calls == []
     else:
-        load = start(place.receivers[0], loader)
-        await asyncio.to_thread(until, lambda: loader.calls == ["begin"])
+        receiver = place.receivers[0]
+        load = start(receiver, loader)
+        await asyncio.to_thread(until, lambda: receiver._talker.loading() is not None)
         await asyncio.to_thread(misbehave, raw)
         report = await load
-        assert loader.calls == ["begin"]
+        assert loader.calls in ([], ["begin"])  # it begins with its first bucket, and never ends
     assert not report.ok
     assert words in report.error
     await complete(place)
