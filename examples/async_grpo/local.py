@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from examples.async_grpo.replicas import Published, Replicas, RunError, by_folder, pushing
@@ -44,6 +44,7 @@ class LocalReplica:
         self._log = folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._ctl: Ctl | None = None
+        self._open = ExitStack()
 
     async def start(self, model: Path) -> None:
         """Start it; ``serving`` says when it is there."""
@@ -92,6 +93,7 @@ class LocalReplica:
 
     async def stop(self) -> None:
         """End it: by SIGTERM, which drains, and after ``STOP_S`` by force."""
+        self._open.close()
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -105,7 +107,8 @@ class LocalReplica:
 
     def _state(self) -> StateDocument:
         if self._ctl is None:
-            self._ctl = Ctl.of_run_dir(self._run_dir, f"http://{self._admin}")
+            ctl = Ctl.of_run_dir(self._run_dir, f"http://{self._admin}")
+            self._ctl = self._open.enter_context(ctl)
         return self._ctl.state()
 
     def _tail(self) -> str:
