@@ -15,7 +15,7 @@ env: ## make .venv from uv.lock (all others do this first)
 demo: env ## watch a RolloutReplica paused, given new weights and deleted, on a real Kubernetes
 	@$(RUN) -m examples.demo
 
-test: env ## all tiers: unit, wire, engine, cluster (or: make test TIERS="unit wire")
+test: env ## all tiers: unit, wire, engine, verl, cluster (or: make test TIERS="unit wire")
 	@$(RUN) tests/run.py $(TIERS)
 
 lint: env ## ruff, mypy, import rules, shape of the tree

@@ -1,4 +1,4 @@
-"""Rounds that fit into the time there is: machines with a GPU are lent for minutes."""
+"""Rounds that fit into the time there is."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,4 +1,10 @@
-"""The client: rollouts that survive pauses, weight updates, lost connections and lost pods."""
+"""The client: rollouts that survive pauses, weight updates, lost connections and lost pods.
+
+``ServerAdapter`` and ``SyncServerAdapter``, the trainer's side (``rollout_client.trainer``, extra
+``trainer``), are imported when they are asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from rollout_client.client import RolloutClient
 from rollout_client.endpoints import Endpoints, Service
@@ -18,6 +24,9 @@ from rollout_client.rollout import Rollout
 from rollout_client.run import OnPartial
 from rollout_client.sync import SyncRolloutClient
 
+if TYPE_CHECKING:
+    from rollout_client.trainer import ServerAdapter, SyncServerAdapter
+
 __all__ = [
     "DeadlineExceeded",
     "Endpoints",
@@ -32,7 +41,17 @@ __all__ = [
     "RolloutCancelled",
     "RolloutClient",
     "RolloutError",
+    "ServerAdapter",
     "Service",
     "SyncRolloutClient",
+    "SyncServerAdapter",
     "normalize_token_ids",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("ServerAdapter", "SyncServerAdapter"):
+        from rollout_client import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

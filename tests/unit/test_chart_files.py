@@ -61,7 +61,16 @@ def test_every_variable_of_the_deployment_is_a_setting_of_the_operator():
     assert named <= set(Settings.model_fields)
 
 
-@pytest.mark.parametrize("name", ["replica.yaml", "replica-gpu.yaml", "replica-url.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "replica.yaml",
+        "replica-gpu.yaml",
+        "replica-url.yaml",
+        "replica-push.yaml",
+        "async_grpo/replica.yaml",
+    ],
+)
 def test_examples_name_no_field_that_the_crd_lacks(name):
     crd = yaml.safe_load((ROOT / "crds" / "rolloutreplica.yaml").read_text())
     (version,) = crd["spec"]["versions"]

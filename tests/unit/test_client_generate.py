@@ -391,6 +391,16 @@ def test_the_sync_client_does_the_same():
         SyncRolloutClient([])
 
 
+def test_the_trainers_side_is_there_when_asked_for():
+    import rollout_client
+    from rollout_client import trainer
+
+    assert rollout_client.ServerAdapter is trainer.ServerAdapter
+    assert rollout_client.SyncServerAdapter is trainer.SyncServerAdapter
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = rollout_client.Nothing
+
+
 def test_the_client_is_light():
     code = "import rollout_client, sys, json; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(

@@ -271,6 +271,23 @@ class Scalar:
     ],
 )
 def test_a_prompt(prompt):
+    check_prompt(prompt)
+
+
+def test_a_prompt_of_the_libraries_themselves():
+    import numpy as np
+    import torch
+    from transformers import BatchEncoding
+
+    check_prompt(np.array([1, 2]))
+    check_prompt([np.int64(1), np.int32(2)])
+    check_prompt(torch.tensor([[1, 2]]))
+    check_prompt([torch.tensor(1), torch.tensor(2)])
+    check_prompt(BatchEncoding({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}))
+    check_prompt(BatchEncoding({"input_ids": torch.tensor([[1, 2]])}))
+
+
+def check_prompt(prompt):
     found = normalize_token_ids(prompt)
     assert found == [1, 2]
     assert all(type(token) is int for token in found)
