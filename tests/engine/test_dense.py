@@ -327,13 +327,14 @@ async def test_diverged_weights_give_an_error_and_no_log_prob_that_is_no_number(
     assert (output.finish_reason, output.stop_reason) == ("error", "non-finite log-prob")
 
     aborted, deltas = [], []
-    abort = engine.abort
+    asked = engine._asked()
+    abort = asked.abort
 
     async def note_abort(engine_id):
         aborted.append(engine_id)
         await abort(engine_id)
 
-    monkeypatch.setattr(engine, "abort", note_abort)
+    monkeypatch.setattr(asked, "abort", note_abort)
     params = engine.sampling_params(GREEDY, max_tokens=1500)
     request = EngineRequest(engine_id=uuid.uuid4().hex, prompt_token_ids=[5, 6], params=params)
     output = await engine.generate(request, deltas.append)
