@@ -123,6 +123,9 @@ def sweep(settings: Settings, before: Before, ran: Tasks) -> None:
         shutil.rmtree(DEVICE_PLUGINS, ignore_errors=True)
     for folder in FIXED_FOLDERS:
         if str(folder) in before.absent and folder.is_dir() and not any(folder.iterdir()):
+            # `ip netns add` mounts its folder on itself
+            for point in mounts_below(Path("/proc/self/mountinfo").read_text(), str(folder)):
+                run("umount", point)
             folder.rmdir()
     if PODS_GROUP in before.absent:
         for group in _pod_groups():

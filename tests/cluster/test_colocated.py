@@ -64,7 +64,7 @@ async def test_it_trains_pushes_and_parks(cluster: Cluster, namespace: str, data
         (line["version"], "Committed", "rollout-trainer") for line in (last, first)
     ]
     said = await replica.generate([301, 302, 303, 304], 16)
-    assert said.token_ids == last["says"] != first["says"]
+    assert list(said.token_ids) == last["says"] != first["says"]
     assert {span.version for span in said.weight_versions} == {version}
 
     # what was pushed is lost with the engine; the trainer that parks has it

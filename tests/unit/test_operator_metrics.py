@@ -95,7 +95,8 @@ def test_a_replicas_series_follow_it_and_vanish_with_it() -> None:
 def test_an_updates_steps_are_counted_once() -> None:
     update = {
         "target": "step-1", "phase": "Committed", "startedAt": "2027-01-01T00:00:00Z",
-        "seconds": {"prefetch": 3.0, "cancel": 0.03, "transfer": 0.5}, "pausedSeconds": 0.6,
+        "seconds": {"prefetch": 3.0, "cancel": 0.03, "transfer": 0.5, "steps": {"load": 0.4}},
+        "pausedSeconds": 0.6,
     }  # fmt: skip
     before = status("base", weightUpdate={**update, "phase": "Transferring"})
     after = status("step-1", weightUpdate=update)

@@ -76,7 +76,8 @@ def finished_steps(old: ReplicaStatus, new: ReplicaStatus) -> dict[str, float]:
         and _is(known, update.target, update.started_at)
     ):
         return {}
-    steps = update.seconds.model_dump() if update.seconds else {}
+    # the ranks' own steps are parts of ``transfer``
+    steps = update.seconds.model_dump(exclude={"steps"}) if update.seconds else {}
     steps["paused"] = update.paused_seconds
     return {step: seconds for step, seconds in steps.items() if seconds is not None}
 
