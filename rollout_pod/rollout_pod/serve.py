@@ -87,7 +87,11 @@ async def _serve(settings: ServeSettings) -> int:
         raise PodFailed(str(error)) from error
     is_shared = front_ends > 1
     admin_listener = bind(settings.admin_address)
-    data_listener = None if is_shared else bind(settings.data_address)
+    data_listener: socket.socket | None = bind(settings.data_address)
+    if is_shared and data_listener is not None:
+        # it can be had; two pods that share a port would answer each other's callers
+        data_listener.close()
+        data_listener = None
     if not settings.keeps_state:
         local.forget(settings.run_dir)
     token_dir = settings.token_dir or local.make_token(settings.run_dir)
@@ -184,6 +188,7 @@ def _front_ends(
             engine=settings.engine, model=settings.model, args=tuple(engine_args),
             run_dir=str(settings.run_dir), shm_dir=str(settings.shm_dir), host=host, port=port,
             log_level=settings.log_level, share=share,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
         )
         for share in shares
     ]  # fmt: skip

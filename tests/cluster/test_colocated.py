@@ -81,7 +81,7 @@ async def test_it_trains_pushes_and_parks(cluster: Cluster, namespace: str, data
     )
     replica.serving(version)
     again = await replica.generate([301, 302, 303, 304], 16)
-    assert again.token_ids == last["says"]
+    assert list(again.token_ids) == last["says"]
     # its rights end at its own replica
     account = f"system:serviceaccount:{namespace}:colocated-trainer"
     can = ["auth", "can-i", "--as", account]

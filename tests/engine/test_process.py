@@ -350,7 +350,9 @@ def test_sigterm_cuts_what_outlasts_the_drain(base: Path) -> None:
         assert pod.is_greedy(base, prompts(1)[0], answer)
 
 
-@pytest.mark.parametrize("victim", ["a front end", "one that hangs", "the steering process"])
+@pytest.mark.parametrize(
+    "victim", ["a front end", "one that hangs", "the engine", "the steering process"]
+)
 def test_no_front_end_outlives_the_others(base: Path, victim: str) -> None:
     args = (*BASE_ARGS, "--api-server-count=2")
     with serve_process(base, "--heartbeat-timeout=5", engine_args=args) as pod:
@@ -365,6 +367,10 @@ def test_no_front_end_outlives_the_others(base: Path, victim: str) -> None:
             next(p for p in family if "front-end" in command_of(p)).kill()
             assert pod.process.wait(30) == 1
             assert "front end 1 ended" in pod.tail() or "front end 2 ended" in pod.tail()
+        elif victim == "the engine":
+            pod.child("EngineCore").kill()
+            assert pod.process.wait(30) == 1
+            assert "EngineCore" in pod.tail()
         elif victim == "one that hangs":
             next(p for p in family if "front-end" in command_of(p)).suspend()
             assert pod.process.wait(40) == 1

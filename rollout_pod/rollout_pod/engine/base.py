@@ -424,3 +424,8 @@ class SharedEngine(Engine, Protocol):
         Raises:
             EngineStartError: it cannot be used from here.
         """
+
+    async def drained(self) -> None:
+        """While paused: return when every output that was made for this process has reached its
+        ``on_delta``.
+        """

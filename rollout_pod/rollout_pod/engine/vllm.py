@@ -54,6 +54,8 @@ _PAUSE_S = 120.0
 """A pause waits for the step that runs: the longest prefill."""
 _MEMORY_S = 600.0
 """Falling asleep copies the weights to host memory that has to be pinned first."""
+_OUTPUTS_S = 0.02
+"""For what vLLM has received, to reach those who wait for it: as ``pause_generation`` does."""
 _SHUTDOWN_S = 1.0
 _SHUTDOWN_WORKERS_S = 4.0
 """Where the engine has workers of its own, which it has to end first."""
@@ -156,6 +158,16 @@ class VllmEngine:
         """See ``SharedEngine``."""
         self._share = share
         await self.start()
+
+    async def drained(self) -> None:
+        """See ``SharedEngine``."""
+        llm = self._alive()
+        # the answer comes through this client's own socket, behind all outputs
+        await self._lifeline.call(llm.is_paused(), "say whether it is paused", _CALL_S)
+        while not llm.engine_core.outputs_queue.empty():  # noqa: ASYNC110 - it tells nobody
+            self._alive()  # a dead engine's outputs are read by nobody
+            await asyncio.sleep(0)
+        await asyncio.sleep(_OUTPUTS_S)
 
     def _construct(self) -> EngineInfo:
         """Everything that blocks. In a thread of its own."""

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import socket
 import struct
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -47,6 +48,8 @@ class Channel:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_closed = False
+        self.heard_at = time.monotonic()
+        """When the last frame came."""
 
     def tell(self, name: str, *args: Any) -> None:
         """Send a note. Nothing happens where the channel is closed."""
@@ -72,6 +75,7 @@ class Channel:
 
     def receive(self, frame: bytes) -> None:
         """Take what the other side sent."""
+        self.heard_at = time.monotonic()
         number, name, body = msgspec.msgpack.decode(frame)
         if number < 0:
             waiting = self._waiting.get(-number)

@@ -154,8 +154,8 @@ class Fleet:
                 self._facts = facts
                 for member in self._members:
                     member.channel.tell("facts", msgspec.to_builtins(facts))
-            elif document.phase == "Draining":
-                await asyncio.sleep(_LOOK_S)  # a closed board answers at once
+            if board.is_closed:  # it answers at once, and this loop would keep all others waiting
+                await asyncio.sleep(_LOOK_S)
 
     def _notes(self, index: int) -> Mapping[str, Handler]:
         def counts(unfinished: int, parked: int) -> None:

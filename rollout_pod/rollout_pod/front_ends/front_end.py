@@ -1,6 +1,7 @@
 """A front end, as its own process sees it: a gate, and what it was told of the pod."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from rollout_pod.engine.base import (
     EngineOutput,
     EngineRequest,
     OnDelta,
+    SharedEngine,
 )
 from rollout_pod.front_ends.channel import CallFailed, Channel, ChannelClosed, Handler
 from rollout_pod.gate import Gate
@@ -71,7 +73,8 @@ class _Paused:
 class FrontEnd:
     """A ``server.pod.Pod``: answers requests for an engine that another process steers."""
 
-    def __init__(self, index: int, engine: Engine) -> None:
+    def __init__(self, index: int, engine: Engine, *, silence_s: float = 120.0) -> None:
+        self._silence_s = silence_s
         self.engine = engine
         self.metrics = PodMetrics()
         self.gate = Gate(_Paused(engine, lambda: self.channel), name=f"{index}.")
@@ -123,7 +126,11 @@ class FrontEnd:
         )
 
     def liveness_error(self) -> str | None:
-        """See ``Pod``."""
+        """See ``Pod``. It is also asked for by kubelet while the steering process hangs."""
+        if self._facts.is_started:
+            silent_s = time.monotonic() - self.channel.heard_at
+            if silent_s > self._silence_s:
+                return f"the steering process has not been heard of for {silent_s:.0f} s"
         return self._facts.liveness_error
 
     async def metrics_text(self) -> bytes:
@@ -196,6 +203,9 @@ class FrontEnd:
 
     async def _cancel(self, mode: str, timeout_s: float) -> list[int]:
         counts = await self.gate.cancel(timeout_s=timeout_s, mode=InterruptionMode(mode))
+        if mode == InterruptionMode.KEEP and isinstance(self.engine, SharedEngine):
+            # what is still on its way was sampled by the present version, and is to be noted so
+            await self.engine.drained()
         if counts is None:
             raise AssertionError("only a drain is broken off, and that is the other side's")
         self._tell_counts()  # before the answer: a pod at rest says so

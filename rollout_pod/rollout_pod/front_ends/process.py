@@ -28,7 +28,7 @@ async def _run(end: socket.socket, settings: FrontEndSettings) -> int:
     engine = registry.create(settings.engine, settings.engine_settings())
     if not isinstance(engine, SharedEngine):
         raise TypeError(f"engine {settings.engine} cannot be shared")
-    front_end = FrontEnd(settings.share.index, engine)
+    front_end = FrontEnd(settings.share.index, engine, silence_s=settings.heartbeat_timeout_s)
     app = make_data_app(front_end)
     front_end.generation = app.state.generation
     ends = asyncio.Event()

@@ -24,6 +24,7 @@ class FrontEndSettings(msgspec.Struct, frozen=True):
     port: int
     log_level: str
     share: Share
+    heartbeat_timeout_s: float = 120.0
 
     def engine_settings(self) -> EngineSettings:
         """For its own client of the engine."""

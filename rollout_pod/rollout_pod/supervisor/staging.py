@@ -96,6 +96,8 @@ class Staging:
         stage, update = state.stage, state.update
         if stage is None or stage.session != session or state.transferring:
             return
+        if state.transferred and state.loaded == stage.ref and state.committed != stage.ref:
+            return  # every rank has it: it is about to be committed
         log.info("push dropped", version=stage.ref.version, session=session, reason=message)
         if update and update.session == session and update.phase not in OVER:
             update = update_news(self.board, phase=phase, message=message, finished_at=time.time())

@@ -229,6 +229,8 @@ class Pusher:
                 raise PushRefused(str(error)) from error
             except SessionError as error:
                 raise PushFailed(str(error)) from error
+            finally:
+                sender.cancel.clear()  # it was for this one
 
     def cancel(self) -> None:
         """Let the push that is on give up, from any thread."""
