@@ -164,7 +164,7 @@ class VllmEngine:
         llm = self._alive()
         # the answer comes through this client's own socket, behind all outputs
         await self._lifeline.call(llm.is_paused(), "say whether it is paused", _CALL_S)
-        while not llm.engine_core.outputs_queue.empty():  # noqa: ASYNC110 - it tells nobody
+        while not llm.engine_core.outputs_queue.empty():
             self._alive()  # a dead engine's outputs are read by nobody
             await asyncio.sleep(0)
         await asyncio.sleep(_OUTPUTS_S)
