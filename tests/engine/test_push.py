@@ -18,7 +18,7 @@ from examples.tiny_models import Kind, make
 from rollout_pod.protocol import DesiredDocument, WeightsRef, WeightsSource
 from rollout_pod.weights.push_errors import PushRefused
 from rollout_pod.weights.pusher import Pusher
-from tests.support.engine_kit import prompts, tensors_of
+from tests.support.engine_kit import BASE_ARGS, prompts, tensors_of
 from tests.support.process import ServeProcess, serve_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
@@ -228,9 +228,13 @@ def test_pushes_under_load_lose_no_token_and_leave_nothing(versions: Path) -> No
     held = {n: tensors_of(folder / f"step-{n}") for n in (1, 2)}
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="push-") as shm,
-        serve_process(folder / "step-0", f"--shm-dir={shm}") as pod,
+        # a small KV cache: a large one's pages are first touched over many requests
+        serve_process(
+            folder / "step-0", f"--shm-dir={shm}",
+            engine_args=(*BASE_ARGS, f"--kv-cache-memory-bytes={32 << 20}"),
+        ) as pod,
         Pusher(pod.run_dir) as pusher,
-    ):
+    ):  # fmt: skip
         pod.start()
         pod.serving("base")
         over = False
@@ -285,7 +289,7 @@ def test_pushes_under_load_lose_no_token_and_leave_nothing(versions: Path) -> No
                     done = pusher.push(f"step-{number}", held[1 + number % 2], timeout_s=60)
                     assert done.state.weight_version == f"step-{number}"
                     pod.serving(f"step-{number}")
-                    if number == 9:
+                    if number == 24:  # allocators have found their size
                         base = usage(pod)
                     time.sleep(0.02)
             finally:
