@@ -115,7 +115,7 @@ class SharedMachine(Machine):
 
 @pytest.mark.timeout(max(120, EXAMPLES))
 @pytest.mark.parametrize(
-    ("machine", "examples"), [(Machine, EXAMPLES), (SharedMachine, EXAMPLES // 2)]
+    ("machine", "examples"), [(Machine, EXAMPLES), (SharedMachine, EXAMPLES // 4)]
 )
 def test_whatever_comes_the_invariants_hold_and_the_newest_document_wins(machine, examples) -> None:
     run_state_machine_as_test(
