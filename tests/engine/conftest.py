@@ -8,7 +8,6 @@ import pytest_asyncio
 from rollout_pod.engine.vllm import VllmEngine
 from tests.support.engine_kit import checkpoint, engine_of, settings
 
-
 _FIRST = ("test_tied.py", "test_tensor_parallel.py")
 """In a process in which the whole tier had run before, transformers and a fresh engine differed on
 a tied model. Alone or first they agree; what is left behind that does it is not known yet."""
