@@ -1,7 +1,6 @@
 """Keeps the Lease, and says when this operator begins and ends to work."""
 
 import asyncio
-import contextvars
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -12,6 +11,7 @@ import structlog
 
 from rollout_operator.apply.errors import KubeError
 from rollout_operator.apply.kube import LEASES, JsonObject, Kube
+from rollout_operator.background import Background
 from rollout_operator.metrics import Metrics
 from rollout_operator.plan.lease import LeaseSeen, Move, Timing, held, may_work, next_move, released
 
@@ -61,7 +61,7 @@ class Elector:
         """``_known`` was read or written so lately that a write may be tried on it."""
         self._renewed_at: float | None = None
         self._working = False
-        self._task: asyncio.Task[None] | None = None
+        self._background = Background()
         self.trouble = ""
         """Why the Lease can be neither read nor written; empty while it can."""
 
@@ -71,13 +71,11 @@ class Elector:
 
     def start(self) -> None:
         """Begin to ask for the Lease."""
-        self._task = asyncio.create_task(self._run(), context=contextvars.Context())
+        self._background.start(self._run())
 
     async def stop(self) -> None:
         """End the work, then let the next candidate have the Lease at once."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._background.stop()
         held_still = self.may_work()
         await self._step_down("stopped")
         if held_still:

@@ -1,7 +1,6 @@
 """Lists everything, page by page: at the start, and now and then for what a watch has lost."""
 
 import asyncio
-import contextvars
 import random
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from rollout_operator.api.selector import Selector
 from rollout_operator.apply.cache import Cache
 from rollout_operator.apply.errors import KubeError
 from rollout_operator.apply.kube import PODS, REPLICAS, SERVICES, Kube
+from rollout_operator.background import Background
 from rollout_operator.hub import Hub
 from rollout_operator.observe import Caches
 
@@ -45,7 +45,7 @@ class Relist:
         self._wanted = wanted
         self._due = asyncio.Event()
         self._listed_at = 0.0
-        self._task: asyncio.Task[None] | None = None
+        self._background = Background()
         # replicas first: it is by them that the others are known
         self._kinds: tuple[tuple[str, Selector, Cache, Callable[[Any], None]], ...] = (
             (REPLICAS, selector, caches.replicas, hub.replica),
@@ -59,13 +59,11 @@ class Relist:
 
     def start(self) -> None:
         """Begin with a first list."""
-        self._task = asyncio.create_task(self._run(), context=contextvars.Context())
+        self._background.start(self._run())
 
     async def stop(self) -> None:
         """End the task."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._background.stop()
 
     def soon(self) -> None:
         """List again without waiting for the time, unless that was done a moment ago."""

@@ -240,7 +240,7 @@ def test_the_next_one_works_within_twenty_seconds_of_a_death_and_at_once_after_a
             assert (first.working, second.working) == (True, False)
             begun = loop.now
             if way == "killed":
-                first.elector._task.cancel()  # type: ignore[union-attr]
+                await first.elector._background.stop()
             elif way == "cut off":
                 site.cut = {"first"}
             else:

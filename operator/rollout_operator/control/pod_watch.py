@@ -1,7 +1,6 @@
 """Holds one long poll to a pod and tells when it says something new."""
 
 import asyncio
-import contextvars
 import random
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Final
 import structlog
 from prometheus_client import Gauge
 
+from rollout_operator.background import Background
 from rollout_operator.control.pod_client import PodClient, PodError, Unauthorized
 from rollout_operator.control.routes import PodAddress
 from rollout_operator.plan.observed import Report
@@ -45,18 +45,15 @@ class PodWatch:
         self._unauthorized = False
         self._answered = False
         self._started = time.monotonic()
-        self._task: asyncio.Task[None] | None = None
+        self._background = Background()
 
     def start(self) -> None:
         """Begin to ask."""
-        # an empty context: else the task would keep alive what some caller's context holds
-        self._task = asyncio.create_task(self._run(), context=contextvars.Context())
+        self._background.start(self._run())
 
     async def stop(self) -> None:
         """End the task; a held poll is given up."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._background.stop()
 
     def unheard(self, patience_s: float) -> float:
         """Return the rest of ``patience_s`` while the pod has neither answered nor failed to."""
