@@ -1,8 +1,6 @@
 """examples/colocated.yaml as it stands: a trainer in the engine's pod trains, pushes and parks."""
 
 import json
-import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,19 +9,15 @@ import pytest
 import yaml
 
 from devcluster.client import Cluster, CommandError
-from examples.tiny_models import make
-from tests.support.replica import ROOT, Replica, install_operator
+from tests.support.replica import ROOT, Replica, checkpoints, install_operator
 
 EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture
 def data(cluster: Cluster) -> Iterator[Path]:
-    assert cluster.data, "name a folder that the nodes share in DEVCLUSTER_DATA"
-    folder = cluster.data / f"colocated-{uuid.uuid4().hex[:6]}"
-    make(folder / "base", seed=0)
-    yield folder
-    shutil.rmtree(folder)
+    with checkpoints(cluster, "colocated", ("base",)) as folder:
+        yield folder
 
 
 def objects(data: Path) -> list[dict[str, Any]]:

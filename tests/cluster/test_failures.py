@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 import pytest
 
 from devcluster.client import Cluster
-from examples.tiny_models import make
 from tests.support.engine_kit import prompts
-from tests.support.replica import Replica, in_flight, install_operator
+from tests.support.replica import Replica, checkpoints, in_flight, operator_site
 
 CLAIM = "late-claim"
 LABEL = "rollout.dev/test-late"
@@ -22,24 +20,15 @@ SOON_S = 120
 
 @pytest.fixture(scope="module")
 def data(cluster: Cluster) -> Iterator[Path]:
-    assert cluster.data, "name a folder that the nodes share in DEVCLUSTER_DATA_DIR"
-    folder = cluster.data / f"failures-{uuid.uuid4().hex[:6]}"
-    make(folder / "base", seed=0)
-    yield folder
-    shutil.rmtree(folder)
+    with checkpoints(cluster, "failures", ("base",)) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
 def site(cluster: Cluster) -> Iterator[str]:
     """A namespace with the operator in it."""
-    name = f"failures-{uuid.uuid4().hex[:6]}"
-    cluster.kubectl("create", "namespace", name)
-    install_operator(cluster, name)
-    yield name
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
-    cluster.wait(
-        lambda: not cluster.kubectl("get", "pods", "-n", name, "-o", "name"), 120, "pods gone"
-    )
+    with operator_site(cluster, "failures") as name:
+        yield name
 
 
 @pytest.fixture

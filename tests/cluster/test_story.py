@@ -2,10 +2,8 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +16,12 @@ from rollout_client import Rollout
 from tests.support.engine_kit import prompts
 from tests.support.replica import (
     Replica,
+    checkpoints,
     container_pids,
     difference,
     in_flight,
-    install_operator,
     metric,
+    operator_site,
     writes,
 )
 
@@ -32,26 +31,16 @@ SHAPE = {"kind": "dense", "hidden": 256, "layers": 4, "vocab": 4096}
 
 @pytest.fixture(scope="module")
 def data(cluster: Cluster) -> Iterator[Path]:
-    """Checkpoints on the node, large enough that a transfer in small buckets takes a while."""
-    assert cluster.data, "name a folder that the nodes share in DEVCLUSTER_DATA"
-    folder = cluster.data / f"story-{uuid.uuid4().hex[:6]}"
-    for seed, version in enumerate(("base", "step-1", "step-2", "step-3")):
-        make(folder / version, seed=seed, **SHAPE)
-    yield folder
-    shutil.rmtree(folder)
+    """Large enough that a transfer in small buckets takes a while."""
+    with checkpoints(cluster, "story", ("base", "step-1", "step-2", "step-3"), **SHAPE) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
 def site(cluster: Cluster) -> Iterator[str]:
     """A namespace with the operator in it."""
-    name = f"story-{uuid.uuid4().hex[:6]}"
-    cluster.kubectl("create", "namespace", name)
-    install_operator(cluster, name)
-    yield name
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
-    cluster.wait(
-        lambda: not cluster.kubectl("get", "pods", "-n", name, "-o", "name"), 120, "pods gone"
-    )
+    with operator_site(cluster, "story") as name:
+        yield name
 
 
 @pytest.fixture(scope="module")

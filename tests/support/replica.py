@@ -3,9 +3,12 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import httpx
 import yaml
 
 from devcluster.client import Cluster
+from examples.tiny_models import make
 from rollout_client import Rollout, RolloutClient
 from rollout_pod.engine.base import EngineOutput
 from tests.support.engine_kit import reference
@@ -30,6 +34,32 @@ def install_operator(cluster: Cluster, namespace: str) -> None:
         "install", "ro", str(CHART), "-n", namespace, "--take-ownership", "--wait",
         "--timeout=120s",
     )  # fmt: skip
+
+
+@contextmanager
+def operator_site(cluster: Cluster, prefix: str) -> Iterator[str]:
+    """A namespace with the operator in it, for the tests of a module."""
+    name = f"{prefix}-{uuid.uuid4().hex[:6]}"
+    cluster.kubectl("create", "namespace", name)
+    install_operator(cluster, name)
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+    cluster.wait(
+        lambda: not cluster.kubectl("get", "pods", "-n", name, "-o", "name"), 120, "pods gone"
+    )
+
+
+@contextmanager
+def checkpoints(
+    cluster: Cluster, prefix: str, versions: Sequence[str], **shape: Any
+) -> Iterator[Path]:
+    """Tiny checkpoints on the node, a folder for each version."""
+    assert cluster.data, "name a folder that the nodes share in DEVCLUSTER_DATA"
+    folder = cluster.data / f"{prefix}-{uuid.uuid4().hex[:6]}"
+    for seed, version in enumerate(versions):
+        make(folder / version, seed=seed, **shape)
+    yield folder
+    shutil.rmtree(folder)
 
 
 def metric(text: str, name: str) -> float:
