@@ -306,15 +306,17 @@ class Gate:
             await asyncio.sleep(0)  # the callers of finished tasks leave the registry in this turn
         return True
 
-    async def _wait_idle_or(self, woken: asyncio.Event | None, timeout_s: float) -> None:
-        """Wait until nothing is in flight, ``woken`` is set or the time is over."""
-        waits: list[asyncio.Task[bool]] = [
-            asyncio.create_task(self.wait_idle(timeout_s=timeout_s), name="drain")
-        ]
+    async def _wait_idle_or(self, woken: asyncio.Event | None, timeout_s: float) -> bool:
+        """Wait until nothing is in flight, ``woken`` is set or the time is over; whether it is
+        known that nothing is.
+        """
+        idle = asyncio.create_task(self.wait_idle(timeout_s=timeout_s), name="drain")
+        waits = [idle]
         if woken:
             waits.append(asyncio.create_task(woken.wait(), name="drain woken"))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return idle.done() and idle.result()
         finally:
             for wait in waits:  # neither ends a generation
                 wait.cancel()

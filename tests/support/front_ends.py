@@ -26,15 +26,9 @@ class Attached:
 
     def __init__(self, gate: SharedGate, engine: Engine, index: int) -> None:
         self.front_end = FrontEnd(index, engine)
-        self.gate = gate
-        self.index = index
-
-        async def claim(request_id: str) -> bool:
-            return gate.claim(request_id, index)
-
         self.main, self.front_end.channel = channel_pair(
-            {"counts": self._counts, "release": gate.release, "failed": lambda _: None},
-            {"claim": claim, "pause": lambda: gate.pause(index), "cancel_one": gate.cancel_of},
+            {**gate.notes_of(index), "failed": lambda _: None},
+            gate.calls_of(index),
             self.front_end.notes(),
             self.front_end.calls(),
         )
@@ -45,10 +39,6 @@ class Attached:
         self.front_end.attached.set()
         gate.join(Member(index, self.main))
         self._counting = asyncio.create_task(self.front_end.count(), name=f"counts {index}")
-
-    def _counts(self, unfinished: int, parked: int) -> None:
-        member = self.gate.members[self.index]
-        member.unfinished, member.parked = unfinished, parked
 
     def die(self) -> None:
         """The process is gone: both ends see it."""

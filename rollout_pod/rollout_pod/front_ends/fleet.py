@@ -4,14 +4,15 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 import structlog
 
-from rollout_pod.front_ends.channel import CallFailed, ChannelClosed, Handler, Link
+from rollout_pod.front_ends.channel import CallFailed, ChannelClosed, Link
 from rollout_pod.front_ends.front_end import Facts
 from rollout_pod.front_ends.merge import merge_metrics
 from rollout_pod.front_ends.settings import FrontEndSettings
@@ -78,7 +79,11 @@ class Fleet:
             )
         finally:
             theirs.close()
-        link = await Link.open(ours, self._notes(share.index), self._calls(share.index))
+        link = await Link.open(
+            ours,
+            {**self._gate.notes_of(share.index), "failed": partial(self._failed, share.index)},
+            {**self._gate.calls_of(share.index), "metrics": self._metrics},
+        )
         member = Member(share.index, link.channel)
         self._members.append(member)
         reading = asyncio.create_task(link.run(), name=f"front end {share.index} channel")
@@ -157,27 +162,8 @@ class Fleet:
             if board.is_closed:  # it answers at once, and this loop would keep all others waiting
                 await asyncio.sleep(_LOOK_S)
 
-    def _notes(self, index: int) -> Mapping[str, Handler]:
-        def counts(unfinished: int, parked: int) -> None:
-            member = self._gate.members[index]
-            member.unfinished, member.parked = unfinished, parked
-
-        return {
-            "counts": counts,
-            "release": self._gate.release,
-            "failed": lambda message: self._failures.update({index: message}),
-        }
-
-    def _calls(self, index: int) -> Mapping[str, Handler]:
-        async def claim(request_id: str) -> bool:
-            return self._gate.claim(request_id, index)
-
-        return {
-            "claim": claim,
-            "pause": lambda: self._gate.pause(index),
-            "cancel_one": self._gate.cancel_of,
-            "metrics": self._metrics,
-        }
+    def _failed(self, index: int, message: str) -> None:
+        self._failures[index] = message
 
     async def _metrics(self) -> bytes:
         texts = {"main": await self._supervisor.metrics_text()}

@@ -6,13 +6,13 @@ to each; the engine is paused once, when every gate is closed and knows why its 
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_pod.admission import CancelCounts, CancelTimeout
 from rollout_pod.engine.base import Engine
-from rollout_pod.front_ends.channel import CallFailed, Channel, ChannelClosed
+from rollout_pod.front_ends.channel import CallFailed, Channel, ChannelClosed, Handler
 from rollout_pod.gate import ABORT_S, Gate
 from rollout_pod.protocol import CancelReason, InterruptionMode, WeightsRef
 
@@ -48,6 +48,7 @@ class SharedGate(Gate):
     def __init__(self, engine: Engine) -> None:
         self.members: dict[int, Member] = {}
         self._claims: dict[str, int] = {}
+        """Which front end has which request."""
         self._rest: _Rest | None = None
         self._pausing: asyncio.Task[None] | None = None
         super().__init__(engine)
@@ -124,23 +125,38 @@ class SharedGate(Gate):
         if self.is_draining:
             tell("drain")
 
-    def claim(self, request_id: str, owner: int) -> bool:
-        """See ``Claims``."""
-        if request_id in self._claims:
-            return False
-        self._claims[request_id] = owner
-        return True
+    def notes_of(self, index: int) -> Mapping[str, Handler]:
+        """What a front end may tell."""
+        return {
+            "counts": lambda unfinished, parked: self._count(index, unfinished, parked),
+            "release": lambda request_id: self._claims.pop(request_id, None),
+        }
 
-    def release(self, request_id: str) -> None:
-        """See ``Claims``."""
-        self._claims.pop(request_id, None)
+    def calls_of(self, index: int) -> Mapping[str, Handler]:
+        """What a front end may ask for."""
 
-    async def cancel_of(self, request_id: str) -> bytes | None:
+        async def claim(request_id: str) -> bool:
+            if request_id in self._claims:  # alive, whoever has it
+                return False
+            self._claims[request_id] = index
+            return True
+
+        return {
+            "claim": claim,
+            "pause": lambda: self.pause(index),
+            "cancel_one": self.cancel_of,
+        }
+
+    def _count(self, index: int, unfinished: int, parked: int) -> None:
+        member = self.members[index]
+        member.unfinished, member.parked = unfinished, parked
+
+    async def cancel_of(self, request_id: str) -> str | None:
         """Cut one request, wherever it is; its answer as JSON, None if it is not alive."""
         member = self.members.get(self._claims.get(request_id, -1))
         if member is None:
             return None
-        answer: bytes | None = await member.channel.call("cancel_one", request_id)
+        answer: str | None = await member.channel.call("cancel_one", request_id)
         return answer
 
     async def pause(self, index: int) -> None:
@@ -177,7 +193,7 @@ class SharedGate(Gate):
         started = time.monotonic()
         if mode is InterruptionMode.DRAIN:
             started = self._drain_began = self._drain_began or started
-            is_idle = await self._drained(woken, self.drain_left(timeout_s))
+            is_idle = await self._wait_idle_or(woken, self.drain_left(timeout_s))
             if not is_idle and woken and woken.is_set():
                 return None
             mode, timeout_s = InterruptionMode.ABORT, ABORT_S
@@ -200,20 +216,6 @@ class SharedGate(Gate):
         return all(await self._ask_all("wait_idle", timeout_s, timeout_s=timeout_s))
 
     # -- inside
-
-    async def _drained(self, woken: asyncio.Event | None, timeout_s: float) -> bool:
-        """Wait until all are idle, ``woken`` is set or the time is over; whether they are idle."""
-        idle = asyncio.create_task(self.wait_idle(timeout_s=timeout_s), name="drain")
-        waits: list[asyncio.Task[bool]] = [idle]
-        if woken:
-            waits.append(asyncio.create_task(woken.wait(), name="drain woken"))
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return idle.done() and idle.result()
-        finally:
-            for wait in waits:  # neither ends a generation
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
 
     def _pause_if_all(self) -> None:
         rest = self._rest
