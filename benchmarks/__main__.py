@@ -32,6 +32,9 @@ def main(
     front_ends: Annotated[
         int | None, typer.Option(min=1, help="Of cancel and overhead: processes that serve HTTP.")
     ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Of overhead, on a GPU: 8b (the default) or 0.1b.")
+    ] = None,
 ) -> None:
     """Measure NAME. Exit code 1 where the goal does not hold."""
     if name not in BENCHMARKS:
@@ -40,7 +43,9 @@ def main(
         raise typer.BadParameter("only soak takes --minutes")
     if front_ends is not None and name not in ("cancel", "overhead"):
         raise typer.BadParameter("only cancel and overhead take --front-ends")
-    given = {"minutes": minutes, "front_ends": front_ends}
+    if shape is not None and (name != "overhead" or shape not in ("8b", "0.1b")):
+        raise typer.BadParameter("only overhead takes --shape, and it is 8b or 0.1b")
+    given = {"minutes": minutes, "front_ends": front_ends, "shape": shape}
     more = {option: value for option, value in given.items() if value is not None}
     result: Result = importlib.import_module(BENCHMARKS[name]).run(quick, **more)
     show(result)

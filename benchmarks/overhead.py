@@ -1,56 +1,65 @@
 """Tokens a second through the data port, beside bare ``AsyncLLM`` in the same process and run, and
-beside vLLM's own server with its token route. Medians of as many rounds as fit into four minutes.
+beside vLLM's own server with its token route. As many rounds as fit into the time; in a round each
+is measured once, and the ratios are those of one round, so that what slows the machine for a while
+slows both sides. One measurement differs from the next by a tenth: the two servers, which are
+nearly equal, are compared in many more rounds than the rest.
 """
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 import uvloop
 
 from benchmarks.load import budgets, prompt
-from benchmarks.pod import SAMPLING, MeasuredPod, measured_model, measured_pod, run_load
+from benchmarks.pod import SAMPLING, MeasuredPod, Shape, measured_model, measured_pod, run_load
 from benchmarks.report import Result, percentile
-from benchmarks.rounds import TimeBudget
+from benchmarks.rounds import Rounds, TimeBudget, rotated
 from benchmarks.vllm_server import vllm_server
 
 GOAL = 0.95
 AT = 64
 TOKENS = 100
 """Of a rollout, on average."""
+WHOLE, STREAM, THEIRS, BARE = "http", "stream", "vllm serve", "bare"
+
+Kinds = Mapping[str, Callable[[int, int], Awaitable[float]]]
+"""What is measured, by name: takes the callers and the mean tokens, gives tokens a second."""
 
 
-def run(quick: bool, *, front_ends: int = 1) -> Result:
+def run(quick: bool, *, front_ends: int = 1, shape: Shape = "8b") -> Result:
     """Measure."""
-    return uvloop.run(_measure(quick, front_ends))
+    return uvloop.run(_measure(quick, front_ends, shape))
 
 
-async def _measure(quick: bool, front_ends: int) -> Result:
-    budget = TimeBudget(50.0 if quick else 215.0)
+async def _measure(quick: bool, front_ends: int, shape: Shape) -> Result:
+    budget = TimeBudget(50.0 if quick else 330.0)
     rows = []
     async with AsyncExitStack() as stack:
-        model = stack.enter_context(measured_model())
+        model = stack.enter_context(measured_model(shape))
         theirs = None if quick else await stack.enter_async_context(vllm_server(model))
         pod = await stack.enter_async_context(measured_pod(model, front_ends=front_ends))
-        urls = {"http": pod.url, "stream": pod.url}
+        urls = {WHOLE: pod.url, STREAM: pod.url}
         if theirs is not None:
-            urls["vllm serve"] = await theirs.ready()
-        await _bare(pod, 8, 8)  # what is made at the first request is made
-        for size, most, share in ((AT, 5, 0.5), (1, 3, 0.35), (256, 3, 1.0))[: 1 if quick else 3]:
-            rounds = budget.rounds(most, share=share)
-            # one after the other, so that a machine that slows down slows all of them
-            kinds: dict[str, list[float]] = {"bare": []} | {kind: [] for kind in urls}
-            for _ in rounds:
-                kinds["bare"].append(await _bare(pod, size, TOKENS))
-                for kind, url in urls.items():
-                    kinds[kind].append(await _http(url, size, TOKENS, kind))
-            if rounds.done:
-                rows.append({"front ends": front_ends} | _row(size, kinds))
+            urls[THEIRS] = await theirs.ready()
+        kinds: Kinds = {BARE: lambda size, tokens: _bare(pod, size, tokens)} | {
+            kind: lambda size, tokens, kind=kind, url=url: _http(url, size, tokens, kind)
+            for kind, url in urls.items()
+        }
+        sizes = ((AT, 5, 0.3), (1, 3, 0.2), (256, 3, 0.3))[: 1 if quick else 3]
+        for size, most, share in sizes:
+            for measure in kinds.values():  # what is made at the first request is made
+                await measure(size, 8)
+            if measured := await _rounds(kinds, size, budget.rounds(most, share=share)):
+                rows.append({"front ends": front_ends} | _row(size, measured))
+        if theirs is not None:
+            two = {kind: kinds[kind] for kind in (WHOLE, THEIRS)}
+            rows[0] |= _beside(await _rounds(two, AT, budget.rounds(60)))
     main = rows[0]
     ratio = main["http / bare"]
-    holds = ratio >= GOAL and main["http tok/s"] >= main.get("vllm serve tok/s", 0.0)
+    holds = ratio >= GOAL and main.get(f"http / {THEIRS}", 1.0) >= 1.0
     return Result(
         name="overhead", figure=main["http tok/s"], unit=f"tokens/s, {AT} concurrent",
         reference=main["bare tok/s"], ratio=ratio,
@@ -58,15 +67,38 @@ async def _measure(quick: bool, front_ends: int) -> Result:
     )  # fmt: skip
 
 
-def _row(size: int, kinds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians, and of how many rounds."""
-    rate = {kind: percentile(values, 0.5) for kind, values in kinds.items()}
-    row: dict[str, Any] = {
-        "concurrent": size, "rounds": len(kinds["bare"]), "bare tok/s": rate.pop("bare"),
-    }  # fmt: skip
-    for kind, value in rate.items():
-        row |= {f"{kind} tok/s": value, f"{kind} / bare": value / row["bare tok/s"]}
-    return row
+async def _rounds(kinds: Kinds, size: int, rounds: Rounds) -> list[dict[str, float]]:
+    """Tokens a second of each kind, a round an entry. Each round begins with another kind."""
+    return [
+        {kind: await kinds[kind](size, TOKENS) for kind in rotated(tuple(kinds), number)}
+        for number in rounds
+    ]
+
+
+def _row(size: int, rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Medians of the rates, medians of the rounds' ratios, and of how many rounds."""
+    row: dict[str, Any] = {"concurrent": size, "rounds": len(rounds)}
+    row |= {
+        f"{kind} tok/s": percentile([rates[kind] for rates in rounds], 0.5) for kind in rounds[0]
+    }
+    for kind in (WHOLE, STREAM, THEIRS):
+        if kind in rounds[0]:
+            row[f"{kind} / {BARE}"] = _ratio(rounds, kind, BARE, 0.5)
+    return row | (_beside(rounds) if THEIRS in rounds[0] else {})
+
+
+def _beside(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Of the two servers."""
+    low, middle, high = (_ratio(rounds, WHOLE, THEIRS, share) for share in (0.25, 0.5, 0.75))
+    return {
+        f"{WHOLE} / {THEIRS}": middle,
+        "half of its rounds": f"{low:.3f} to {high:.3f}",
+        "of rounds": len(rounds),
+    }
+
+
+def _ratio(rounds: Sequence[Mapping[str, float]], kind: str, other: str, share: float) -> float:
+    return percentile([rates[kind] / rates[other] for rates in rounds], share)
 
 
 async def _bare(pod: MeasuredPod, size: int, tokens: int) -> float:
@@ -89,6 +121,6 @@ async def _bare(pod: MeasuredPod, size: int, tokens: int) -> float:
 
 
 async def _http(url: str, size: int, tokens: int, kind: str) -> float:
-    names = {"http": "whole", "stream": "stream", "vllm serve": "vllm"}
+    names = {WHOLE: "whole", STREAM: "stream", THEIRS: "vllm"}
     (document,) = await run_load(url, size, tokens, names[kind])
     return float(document["tokens"] / document["seconds"])

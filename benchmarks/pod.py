@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -55,6 +55,17 @@ QWEN3_8B = {
     "head_dim": 128,
     "vocab_size": 151936,
 }
+SMALL = QWEN3_8B | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32768,
+}
+"""About 0.1 billion parameters: a GPU is so fast with them that the server is what is measured."""
+Shape = Literal["8b", "0.1b"]
 SAMPLING = {"temperature": 0, "ignore_eos": True}
 
 
@@ -76,15 +87,15 @@ class MeasuredPod:
 
 
 @contextmanager
-def measured_model() -> Iterator[MeasuredModel]:
-    """Of random weights: a tiny one on the CPU, one of Qwen3-8B's shape on a GPU."""
+def measured_model(shape: Shape = "8b") -> Iterator[MeasuredModel]:
+    """Of random weights: a tiny one on the CPU, one of Qwen3-8B's or of a small shape on a GPU."""
     on_gpu = torch.cuda.is_available()
     with TemporaryDirectory(prefix="bench-") as name:
         path = Path(name) / "model"
         make(path, dtype="bfloat16" if on_gpu else "float32")
         if on_gpu:
             config = path / "config.json"
-            document = json.loads(config.read_text()) | QWEN3_8B
+            document = json.loads(config.read_text()) | (QWEN3_8B if shape == "8b" else SMALL)
             document.pop("layer_types", None)  # of the tiny model's layers
             config.write_text(json.dumps(document))
         yield MeasuredModel(str(path), GPU_ARGS if on_gpu else CPU_ARGS)

@@ -1,6 +1,7 @@
 """Rounds that fit into the time there is."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -48,3 +49,9 @@ class Rounds:
         self._began = now
         self.done += 1
         return self.done - 1
+
+
+def rotated(kinds: Sequence[str], number: int) -> Sequence[str]:
+    """``kinds``, begun with another one each round: none is always the first after a pause."""
+    start = number % len(kinds)
+    return [*kinds[start:], *kinds[:start]]

@@ -42,9 +42,24 @@ def test_rounds_end_in_time(
     assert budget.left() == seconds - (clock.now - 100)
 
 
-def test_a_row_tells_medians_and_rounds() -> None:
-    row = overhead._row(64, {"bare": [10.0, 30.0, 20.0], "http": [19.0, 1.0, 50.0]})
+def test_a_row_tells_medians_of_rates_and_of_each_rounds_ratio() -> None:
+    row = overhead._row(
+        64,
+        [
+            {"bare": 10.0, "http": 9.0, "vllm serve": 10.0},
+            {"bare": 100.0, "http": 95.0, "vllm serve": 50.0},  # a machine that was faster
+            {"bare": 20.0, "http": 20.0, "vllm serve": 16.0},
+        ],
+    )
     assert row == {
-        "concurrent": 64, "rounds": 3, "bare tok/s": 20.0, "http tok/s": 19.0,
-        "http / bare": pytest.approx(0.95),
+        "concurrent": 64, "rounds": 3, "bare tok/s": 20.0, "http tok/s": 20.0,
+        "vllm serve tok/s": 16.0, "http / bare": pytest.approx(0.95),
+        "vllm serve / bare": pytest.approx(0.8), "http / vllm serve": pytest.approx(1.25),
+        "half of its rounds": "0.900 to 1.900", "of rounds": 3,
     }  # fmt: skip
+
+
+def test_each_round_begins_with_another_kind() -> None:
+    assert [rounds.rotated("abc", i) for i in range(4)] == [
+        ["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"],
+    ]  # fmt: skip
