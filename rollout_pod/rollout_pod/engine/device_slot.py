@@ -139,7 +139,7 @@ class Staging:
         self._receiver = receiver
         self._ordinal = torch.cuda.current_device()
         self._stream = torch.cuda.Stream(self._ordinal)  # type: ignore[no-untyped-call]  # torch's
-        near, far = fast.replayers
+        near, far = fast.replayers_aside()
         self._loader = StagingLoader(shadow, fast.plan_aside, near=near, far=far)
         self._thread: threading.Thread | None = None
 

@@ -59,6 +59,7 @@ class FastLoader:
         self._reference = reference
         where = f"cuda:{torch.cuda.current_device()}" if device is not None else "cpu"
         self._near: Replayer = KernelReplayer(where) if device is not None else HostReplayer()
+        self._device = device
         self._far: Replayer = UploadReplayer(device) if device is not None else self._near
         self._survey: Survey | None = None
         self._for: frozenset[str] = frozenset()
@@ -178,10 +179,11 @@ class FastLoader:
         with self._recorder or contextlib.nullcontext(), torch.no_grad():
             yield
 
-    @property
-    def replayers(self) -> tuple[Replayer, Replayer]:
-        """Of copies on the device, and from the host."""
-        return self._near, self._far
+    def replayers_aside(self) -> tuple[Replayer, Replayer]:
+        """For copies on the device and from the host while the engine decodes."""
+        if self._device is None:
+            return self._near, self._far
+        return self._near, UploadReplayer(self._device, at_a_time=ASIDE_BYTES)
 
     def plan_aside(self, manifest: Manifest) -> CopyPlan:
         """The plan by which all of a manifest is copied; for ``shadow.StagingLoader``. The model
@@ -259,6 +261,10 @@ def _slow(known: Survey, manifest: Manifest, names: frozenset[str]) -> frozenset
     return frozenset(slow)
 
 
+ASIDE_BYTES = 16 << 20
+"""Queued at a time while the engine decodes. On an H200 a model of 16 GB decodes 64 requests at
+0.97 of its speed beside that, at 0.79 beside a queue without a bound, and at 0.88 beside pieces of
+4 MB, after each of which Python's lock changes hands (docs/benchmarks.md)."""
 _KEPT_SETS = 4096
 """Sets of copies that are kept ready, one for a bucket."""
 _KEPT_COPIES = 1 << 18

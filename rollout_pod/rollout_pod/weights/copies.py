@@ -32,6 +32,11 @@ class Copy(NamedTuple):
         """In all."""
         return self.width * self.rows
 
+    @property
+    def is_flat(self) -> bool:
+        """The rows follow each other without a gap, on both sides."""
+        return self.rows == 1 or self.source_pitch == self.target_pitch == self.width
+
 
 class Layout(NamedTuple):
     """A view of some memory: byte offset of its first element, strides in elements."""
@@ -105,6 +110,24 @@ def clip(copies: Iterable[Copy], start: int, stop: int) -> Iterator[Copy]:
         for row in {first - 1, last} - set(range(first, last)):
             if 0 <= row < copy.rows:
                 yield from _clip_row(_row(copy, row), start, stop)
+
+
+def parts(copies: Iterable[Copy], most: int) -> Iterator[Copy]:
+    """The same copies, each of ``most`` bytes at most; a row of a strided one stays whole."""
+    for copy in copies:
+        if copy.nbytes <= most:
+            yield copy
+        elif copy.is_flat:
+            for at in range(0, copy.nbytes, most):
+                yield Copy(copy.source + at, copy.target + at, min(most, copy.nbytes - at))
+        else:
+            step = max(1, most // copy.width)
+            for row in range(0, copy.rows, step):
+                yield copy._replace(
+                    source=copy.source + row * copy.source_pitch,
+                    target=copy.target + row * copy.target_pitch,
+                    rows=min(step, copy.rows - row),
+                )
 
 
 def _row(copy: Copy, row: int) -> Copy:

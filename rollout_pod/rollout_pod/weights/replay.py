@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from rollout_pod.weights.copies import Copy
+from rollout_pod.weights.copies import Copy, parts
 from rollout_pod.weights.device import Device
 from rollout_pod.weights.pinned import cut
 from rollout_pod.weights.tables import Table, make_tables
@@ -41,8 +41,7 @@ class HostReplayer:
     def run(self, prepared: Prepared) -> None:
         """See ``Replayer``."""
         for copy in prepared:
-            flat = copy.source_pitch == copy.target_pitch == copy.width
-            if copy.rows == 1 or flat:
+            if copy.is_flat:
                 ctypes.memmove(copy.target, copy.source, copy.nbytes)
             else:
                 _rows(copy.target, copy.target_pitch, copy)[:] = _rows(
@@ -114,23 +113,38 @@ class KernelReplayer:
 
 
 class UploadReplayer:
-    """Host memory to device memory by the copy engines; at the speed of the bus if pinned."""
+    """Host memory to device memory by the copy engines; at the speed of the bus if pinned.
 
-    def __init__(self, device: Device) -> None:
+    Args:
+        device: the GPU.
+        at_a_time: bytes that are queued before it waits for them; None: all. An engine that decodes
+            sends its own few bytes through the same copy engine in each step, behind whatever is
+            queued there.
+    """
+
+    def __init__(self, device: Device, *, at_a_time: int | None = None) -> None:
         self._device = device
+        self._at_a_time = at_a_time
 
     def prepare(self, copies: Sequence[Copy]) -> Prepared:
         """See ``Replayer``."""
-        return tuple(cut(copies))
+        if self._at_a_time is None:
+            return tuple(cut(copies))
+        return tuple(parts(cut(copies), self._at_a_time))
 
     def run(self, prepared: Prepared) -> None:
         """See ``Replayer``."""
+        queued = 0
         with self._device.current():
             for copy in prepared:
-                flat = copy.source_pitch == copy.target_pitch == copy.width
+                if self._at_a_time is not None and queued + copy.nbytes > self._at_a_time:
+                    self._device.synchronize()
+                    queued = 0
+                queued += copy.nbytes
                 self._device.copy_to_device(
                     copy.target, copy.source,
-                    width=copy.nbytes if flat else copy.width, rows=1 if flat else copy.rows,
+                    width=copy.nbytes if copy.is_flat else copy.width,
+                    rows=1 if copy.is_flat else copy.rows,
                     target_pitch=copy.target_pitch, source_pitch=copy.source_pitch,
                 )  # fmt: skip
 
