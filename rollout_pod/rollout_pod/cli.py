@@ -11,12 +11,24 @@ from pydantic import BaseModel
 
 from rollout_pod.ctl import Ctl, CtlError, is_asleep, is_paused, is_settled_on
 from rollout_pod.engine.orphan import die_with
-from rollout_pod.local import default_run_dir
 from rollout_pod.logs import configure_logs
+from rollout_pod.nodes.cli import Advertise, Group, JoinTimeout, RanksPort, follow, group_of, ranks
+from rollout_pod.options import (
+    ADMIN_URL,
+    RUN_DIR,
+    SHM_DIR,
+    Admin,
+    HostMemory,
+    RunDir,
+    ShmDir,
+    Timeout,
+    parse_address,
+)
 from rollout_pod.protocol import (
     ADMIN_PORT,
     BASE_VERSION,
     DATA_PORT,
+    RANKS_PORT,
     DesiredDocument,
     PushSource,
     SleepSpec,
@@ -30,28 +42,10 @@ app = typer.Typer(
     help="A vLLM server whose generation can be cut and continued, with live weight updates.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
+app.command()(follow)
+app.command(hidden=True)(ranks)
 ctl_app = typer.Typer(help="Drive a pod that no operator owns.", no_args_is_help=True)
 app.add_typer(ctl_app, name="ctl")
-
-_RUN_DIR = default_run_dir()
-_SHM_DIR = Path("/dev/shm")
-_ADMIN_URL = f"http://127.0.0.1:{ADMIN_PORT}"
-
-RunDir = Annotated[
-    Path, typer.Option(envvar="ROLLOUT_RUN_DIR", help="Sockets, documents and the local token.")
-]
-ShmDir = Annotated[Path, typer.Option(help="A shared-memory file system.")]
-HostMemory = Annotated[int, typer.Option(min=1 << 20, help="Bytes for versions in shared memory.")]
-Admin = Annotated[str, typer.Option(help="The admin port.")]
-Timeout = Annotated[float, typer.Option(min=0, help="Seconds to wait.")]
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """``host:port`` (``[v6]:port`` too)."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 <= int(port) < 1 << 16:
-        raise typer.BadParameter(f"{text!r} is not host:port")
-    return host.strip("[]"), int(port)
 
 
 @app.command()
@@ -60,8 +54,8 @@ def serve(
     engine: Annotated[str, typer.Option(help="An installed engine, by its name.")] = "vllm",
     data_address: Annotated[str, typer.Option()] = f"127.0.0.1:{DATA_PORT}",
     admin_address: Annotated[str, typer.Option()] = f"127.0.0.1:{ADMIN_PORT}",
-    run_dir: RunDir = _RUN_DIR,
-    shm_dir: ShmDir = _SHM_DIR,
+    run_dir: RunDir = RUN_DIR,
+    shm_dir: ShmDir = SHM_DIR,
     host_memory: HostMemory = 8 << 30,
     token_dir: Annotated[
         Path | None, typer.Option(help="Holds 'token'; without it one is made in the run folder.")
@@ -89,12 +83,17 @@ def serve(
     heartbeat_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that one step of the engine may take.")
     ] = 120.0,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that form one engine.")] = 1,
+    group: Group = None,
+    advertise: Advertise = None,
+    ranks_port: RanksPort = RANKS_PORT,
+    join_timeout: JoinTimeout = 3600.0,
     log_level: Annotated[Literal["DEBUG", "INFO", "WARNING"], typer.Option()] = "INFO",
     engine_args: Annotated[
         list[str] | None, typer.Argument(help="After '--': the engine's own arguments.")
     ] = None,
 ) -> None:
-    """Serve a model. SIGTERM drains."""
+    """Serve a model. SIGTERM drains. With --nodes above 1 it waits for the others ('follow')."""
     from rollout_pod.serve import ServeSettings, run_serve  # it takes a while
 
     configure_logs(level=log_level)
@@ -117,6 +116,7 @@ def serve(
         heartbeat_timeout_s=heartbeat_timeout,
         log_level=log_level,
         staging=staging,
+        group=group_of(nodes, group, advertise, ranks_port, join_timeout),
     )
     raise typer.Exit(run_serve(settings))
 
@@ -141,8 +141,8 @@ def front_end(
 
 @app.command()
 def weights(
-    run_dir: RunDir = _RUN_DIR,
-    shm_dir: ShmDir = _SHM_DIR,
+    run_dir: RunDir = RUN_DIR,
+    shm_dir: ShmDir = SHM_DIR,
     host_memory: HostMemory = 8 << 30,
     parent: Annotated[int | None, typer.Option(hidden=True, help="Whose end is ours.")] = None,
 ) -> None:
@@ -166,7 +166,7 @@ def weights(
 
 
 @ctl_app.command()
-def state(run_dir: RunDir = _RUN_DIR, admin: Admin = f"http://127.0.0.1:{ADMIN_PORT}") -> None:
+def state(run_dir: RunDir = RUN_DIR, admin: Admin = f"http://127.0.0.1:{ADMIN_PORT}") -> None:
     """Print the state document."""
     with _pod(run_dir, admin) as pod:
         _print(pod.state())
@@ -174,8 +174,8 @@ def state(run_dir: RunDir = _RUN_DIR, admin: Admin = f"http://127.0.0.1:{ADMIN_P
 
 @ctl_app.command()
 def pause(
-    run_dir: RunDir = _RUN_DIR,
-    admin: Admin = _ADMIN_URL,
+    run_dir: RunDir = RUN_DIR,
+    admin: Admin = ADMIN_URL,
     timeout: Timeout = 60.0,
 ) -> None:
     """Cut every request; each caller gets its partial. Returns when the engine is idle."""
@@ -186,8 +186,8 @@ def pause(
 
 @ctl_app.command()
 def resume(
-    run_dir: RunDir = _RUN_DIR,
-    admin: Admin = _ADMIN_URL,
+    run_dir: RunDir = RUN_DIR,
+    admin: Admin = ADMIN_URL,
     timeout: Timeout = 60.0,
 ) -> None:
     """Serve again."""
@@ -204,8 +204,8 @@ def sleep(
     tag: Annotated[
         list[SleepTag] | None, typer.Option(help="What to release; by default everything.")
     ] = None,
-    run_dir: RunDir = _RUN_DIR,
-    admin: Admin = _ADMIN_URL,
+    run_dir: RunDir = RUN_DIR,
+    admin: Admin = ADMIN_URL,
     timeout: Timeout = 600.0,
 ) -> None:
     """Release the engine's memory. Requests are cut; returns when it sleeps."""
@@ -220,8 +220,8 @@ def wake(
     tag: Annotated[
         list[SleepTag] | None, typer.Option(help="What to take back; by default everything.")
     ] = None,
-    run_dir: RunDir = _RUN_DIR,
-    admin: Admin = _ADMIN_URL,
+    run_dir: RunDir = RUN_DIR,
+    admin: Admin = ADMIN_URL,
     timeout: Timeout = 600.0,
 ) -> None:
     """Take released memory back; when all is back, generation goes on by itself."""
@@ -242,7 +242,7 @@ def wake(
 
 @ctl_app.command("clear-caches")
 def clear_caches(
-    run_dir: RunDir = _RUN_DIR, admin: Admin = _ADMIN_URL, timeout: Timeout = 30.0
+    run_dir: RunDir = RUN_DIR, admin: Admin = ADMIN_URL, timeout: Timeout = 30.0
 ) -> None:
     """Forget what prefix, multimodal and encoder caches hold. Serving goes on."""
     with _pod(run_dir, admin) as pod:
@@ -262,8 +262,8 @@ def update(
         bool, typer.Option("--push", help="Or a trainer on this machine pushes it.")
     ] = False,
     step: Annotated[int | None, typer.Option(min=0, help="The trainer's counter.")] = None,
-    run_dir: RunDir = _RUN_DIR,
-    admin: Admin = _ADMIN_URL,
+    run_dir: RunDir = RUN_DIR,
+    admin: Admin = ADMIN_URL,
     timeout: Timeout = 600.0,
 ) -> None:
     """Load a version. Returns when every rank holds it and it is committed."""

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,16 +18,19 @@ from fastapi import FastAPI
 
 from rollout_pod import local
 from rollout_pod.engine import registry
-from rollout_pod.engine.base import EngineSettings, Share, SharedEngine
+from rollout_pod.engine.base import EngineSettings, Share, SharedEngine, SpanningEngine
 from rollout_pod.engine.registry import EngineChoiceError
 from rollout_pod.front_ends.fleet import Fleet
 from rollout_pod.front_ends.settings import FrontEndSettings, split_count
 from rollout_pod.front_ends.shared_gate import SharedGate
 from rollout_pod.gate import Gate
+from rollout_pod.nodes.agents import NodeAgents
+from rollout_pod.nodes.head import GroupSettings, Head
 from rollout_pod.server.admin_app import make_admin_app
 from rollout_pod.server.auth import Tokens
 from rollout_pod.server.data_app import make_data_app
 from rollout_pod.server.push_app import PushSocketError, bind_push_socket, make_push_app
+from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.store import Store
 from rollout_pod.supervisor.supervisor import PodFailed, Supervisor
 from rollout_pod.weights.agent_client import AgentClient
@@ -61,6 +65,8 @@ class ServeSettings:
     heartbeat_timeout_s: float
     log_level: str = "INFO"
     staging: Literal["Host", "Device"] = "Host"
+    group: GroupSettings | None = None
+    """None: one node."""
 
 
 def run_serve(settings: ServeSettings) -> int:
@@ -74,7 +80,7 @@ def run_serve(settings: ServeSettings) -> int:
         return uvloop.run(_serve(settings))
     except (local.RunDirError, PodFailed, EngineChoiceError) as error:
         log.error("not started", error=str(error))
-        _last_words(str(error))
+        last_words(str(error))
         return 2
     finally:
         os.close(lock)
@@ -86,6 +92,8 @@ async def _serve(settings: ServeSettings) -> int:
     except ValueError as error:
         raise PodFailed(str(error)) from error
     is_shared = front_ends > 1
+    if is_shared and settings.group is not None:
+        raise PodFailed("engineArgs: --api-server-count above 1 works on one node only")
     admin_listener = bind(settings.admin_address)
     data_listener: socket.socket | None = bind(settings.data_address)
     if is_shared and data_listener is not None:
@@ -102,12 +110,22 @@ async def _serve(settings: ServeSettings) -> int:
         EngineSettings(
             model=settings.model, args=engine_args, run_dir=settings.run_dir,
             shm_dir=settings.shm_dir, staging=settings.staging,
+            node=settings.group.place(0) if settings.group else None,
         ),
     )  # fmt: skip
+    if settings.group is not None and not isinstance(engine, SpanningEngine):
+        raise PodFailed(f"--nodes: engine {settings.engine} works on one node only")
     if is_shared and not isinstance(engine, SharedEngine):
         raise PodFailed(f"engineArgs: --api-server-count: engine {settings.engine} has no such")
     gate = SharedGate(engine) if is_shared else Gate(engine)
-    agent = AgentClient(settings.run_dir / "agent.sock")
+    tokens = Tokens(token_dir)
+    agent: WeightsAgent = AgentClient(settings.run_dir / "agent.sock")
+    head = None
+    if settings.group is not None:
+        head = Head(settings.group.name, settings.group.place(0))
+        agent = NodeAgents(
+            agent, group=settings.group.name, members=head.members, token=tokens.newest
+        )
     supervisor = Supervisor(
         engine,
         agent,
@@ -117,15 +135,19 @@ async def _serve(settings: ServeSettings) -> int:
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         gate=gate,
         stages_on_device=settings.staging == "Device",
+        gather=partial(head.gather, settings.group.join_timeout_s)
+        if head and settings.group
+        else None,
     )
-    try:
-        push_listener = bind_push_socket(settings.run_dir)
-    except PushSocketError as error:
-        raise PodFailed(str(error)) from error
-    servers = [
-        Server(make_admin_app(supervisor, Tokens(token_dir)), admin_listener),
-        Server(make_push_app(supervisor, shm_dir=settings.shm_dir), push_listener),
-    ]
+    servers = [Server(make_admin_app(supervisor, tokens, head=head), admin_listener)]
+    if head is None:
+        # a trainer shares memory with the ranks of its own node only: with several there is none
+        try:
+            push_listener = bind_push_socket(settings.run_dir)
+        except PushSocketError as error:
+            raise PodFailed(str(error)) from error
+        push_app = make_push_app(supervisor, shm_dir=settings.shm_dir)
+        servers.append(Server(push_app, push_listener))
     if data_listener is not None:
         servers.append(Server(make_data_app(supervisor), data_listener))
     loop = asyncio.get_running_loop()
@@ -137,6 +159,10 @@ async def _serve(settings: ServeSettings) -> int:
         each = _front_ends(settings, engine_args, engine.share(front_ends))
         fleet = asyncio.create_task(Fleet(supervisor, gate, each).run(), name="front ends")
         helpers.append(fleet)
+    watch = None
+    if head is not None and isinstance(engine, SpanningEngine):
+        head.lead(supervisor)
+        watch = asyncio.create_task(head.watch(engine.condemn), name="nodes")
     agent_task = (
         asyncio.create_task(
             local.keep_agent(settings.run_dir, settings.shm_dir, settings.host_memory),
@@ -158,11 +184,11 @@ async def _serve(settings: ServeSettings) -> int:
         await brain
     except PodFailed as error:
         log.error("failed", error=str(error))
-        _last_words(str(error))
+        last_words(str(error))
         return 1
     except Exception as error:
         log.exception("failed unexpectedly")
-        _last_words(f"{type(error).__name__}: {error}")
+        last_words(f"{type(error).__name__}: {error}")
         return 1
     else:
         return 0
@@ -171,10 +197,12 @@ async def _serve(settings: ServeSettings) -> int:
             server.should_exit = True
         if not brain.done():
             brain.cancel()
-        for task in (fleet, agent_task):
+        for task in (fleet, agent_task, watch):
             if task:
                 task.cancel()
-        await asyncio.gather(brain, *helpers, *filter(None, [agent_task]), return_exceptions=True)
+        await asyncio.gather(
+            brain, *helpers, *filter(None, [agent_task, watch]), return_exceptions=True
+        )
         await agent.close()
         await engine.shutdown()
 
@@ -231,7 +259,8 @@ def bind(address: tuple[str, int], *, shared: bool = False) -> socket.socket:
         raise PodFailed(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
-def _last_words(error: str) -> None:
+def last_words(error: str) -> None:
+    """Leave what kubelet shows of a container that ended."""
     with contextlib.suppress(OSError):
         if TERMINATION_LOG.exists():
             TERMINATION_LOG.write_text(error[-4096:])

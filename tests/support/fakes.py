@@ -396,6 +396,7 @@ class FakeEngine:
 @dataclass(frozen=True)
 class FakeStaged:
     bytes: int = 4096
+    tensors: int = 2
     seconds: float = 0.01
     transport: str = "shared_memory"
 

@@ -49,6 +49,7 @@ class ServeProcess:
     engine_args: Sequence[str] = BASE_ARGS
     env: Mapping[str, str] | None = None
     """Of the process, instead of this one's."""
+    command: str = "serve"
     data: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     admin: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     process: subprocess.Popen[bytes] | None = None
@@ -62,7 +63,7 @@ class ServeProcess:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "rollout_pod", "serve", f"--model={self.model}",
+                    sys.executable, "-m", "rollout_pod", self.command, f"--model={self.model}",
                     f"--run-dir={self.run_dir}", f"--data-address={self.data}",
                     f"--admin-address={self.admin}", *self.options, *options, "--",
                     *self.engine_args,

@@ -7,12 +7,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollout_pod.engine.base import EngineSettings, EngineStartError
+from rollout_pod.engine.base import EngineSettings, EngineStartError, Node
 from rollout_pod.engine.orphan import SERVER_PID
 from rollout_pod.engine.sleep_mode import can_sleep
 
 STAGING = "ROLLOUT_POD_STAGING"
 """Environment of the engine's processes: ``EngineSettings.staging``."""
+
+RUN_DIR = "ROLLOUT_POD_RUN_DIR"
+"""The same of an engine that spans machines: this node's ``EngineSettings.run_dir``."""
 
 WORKER_EXTENSION = "rollout_pod.engine.worker.RolloutWorker"
 
@@ -75,6 +78,7 @@ def parse(settings: EngineSettings) -> tuple[Any, Any]:
         if settings.staging == "Device":
             raise EngineStartError("weights.staging Device needs a GPU; use Host")
         parser.set_defaults(enforce_eager=True)
+    _place(parser, settings)
     if can_sleep():
         parser.set_defaults(enable_sleep_mode=True)  # so that a sleep needs no restart
     try:
@@ -82,6 +86,7 @@ def parse(settings: EngineSettings) -> tuple[Any, Any]:
     except (ValueError, TypeError) as error:
         raise EngineStartError(f"engineArgs: {error}") from error
     _refuse_ours(namespace, settings)
+    _check_place(namespace, settings.node)
     _refuse_servers(parser, namespace, [f.name for f in fields(front_end_args())])
     if current_platform.is_cpu():
         _apply_cpu_defaults(namespace, parser.get_default("gpu_memory_utilization"))
@@ -116,6 +121,10 @@ def environment(args: Any, settings: EngineSettings, sockets: Path | None) -> It
         sockets: The folder for those of its processes, where there is one.
     """
     variables = {**_variables(args, sockets), STAGING: settings.staging}
+    if settings.node is not None:
+        variables[RUN_DIR] = str(settings.run_dir.absolute())
+        if "VLLM_HOST_IP" not in os.environ:
+            variables["VLLM_HOST_IP"] = settings.node.host
     os.environ.update(variables)
     try:
         yield
@@ -160,6 +169,54 @@ def _refuse_ours(namespace: Any, settings: EngineSettings) -> None:
         raise EngineStartError(
             "engineArgs: --stream-interval must be 1; leave it out, the pod itself puts together "
             "what a stream's reader is too slow for"
+        )
+
+
+def _place(parser: Any, settings: EngineSettings) -> None:
+    """Where this node's ranks are among all.
+
+    Raises:
+        EngineStartError: this vLLM knows no nodes.
+    """
+    node = settings.node
+    if node is None:
+        return
+    if not any("--nnodes" in action.option_strings for action in parser._actions):
+        raise EngineStartError("nodes above 1 need a vLLM that knows --nnodes")
+    if settings.staging == "Device":
+        raise EngineStartError("weights.staging Device works on one node only; use Host")
+    parser.set_defaults(
+        nnodes=node.count,
+        node_rank=node.rank,
+        master_addr=node.head,
+        master_port=node.port,
+        distributed_executor_backend="mp",
+    )
+
+
+def _check_place(namespace: Any, node: Node | None) -> None:
+    if getattr(namespace, "nnodes", 1) != (node.count if node else 1):
+        raise EngineStartError("engineArgs: --nnodes cannot be set; set spec.nodes")
+    if node is None:
+        return
+    for name, ours in (
+        ("node_rank", node.rank),
+        ("master_addr", node.head),
+        ("master_port", node.port),
+        ("distributed_executor_backend", "mp"),
+    ):
+        if getattr(namespace, name) != ours:
+            option = "--" + name.replace("_", "-")
+            raise EngineStartError(f"engineArgs: {option} cannot be set with nodes above 1")
+    if namespace.data_parallel_size > 1:
+        raise EngineStartError(
+            "engineArgs: --data-parallel-size above 1 works on one node only; make more replicas"
+        )
+    ranks = namespace.tensor_parallel_size * namespace.pipeline_parallel_size
+    if ranks % node.count:
+        raise EngineStartError(
+            f"engineArgs: --tensor-parallel-size x --pipeline-parallel-size is {ranks}: with "
+            f"{node.count} nodes it must be a multiple of that"
         )
 
 

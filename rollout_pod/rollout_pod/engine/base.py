@@ -66,6 +66,21 @@ class InvalidField(ValueError):
 
 
 @dataclass(frozen=True)
+class Node:
+    """The place of this process' ranks in an engine that spans machines."""
+
+    rank: int
+    """0 is the head: it steers, and answers callers."""
+    count: int
+    host: str
+    """The address at which the other nodes reach this one."""
+    head: str
+    """The head's."""
+    port: int
+    """Of the head, where the ranks of all nodes meet."""
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """What an engine is started with."""
 
@@ -73,12 +88,16 @@ class EngineSettings:
     args: Sequence[str] = ()
     """The engine's own command line, as in ``spec.engineArgs``."""
     run_dir: Path = Path("/run/rollout")
-    """Where the ranks bind their sockets: ``<run_dir>/ranks/rank-<global rank>.sock``."""
+    """Where the ranks bind their sockets: ``<run_dir>/ranks/rank-<rank>.sock``; of an engine that
+    spans machines, counted on each.
+    """
     shm_dir: Path = Path("/dev/shm")
     """Where the ranks attach shared segments."""
     served_model_name: str | None = None
     staging: Literal["Host", "Device"] = "Host"
     """Where the next version waits; ``Device`` takes memory from the KV cache."""
+    node: Node | None = None
+    """None: all ranks are on this machine."""
 
 
 @dataclass(frozen=True)
@@ -371,7 +390,9 @@ class Engine(Protocol):
         """Tell the engine the name of what it now holds (for its own metrics and spans)."""
 
     def rank_sockets(self) -> tuple[Path, ...]:
-        """The socket of every rank's receiver, ordered by global rank. Known after ``start``."""
+        """The socket of every rank's receiver, ordered by global rank; only of this node, where an
+        engine spans several. Known after ``start``.
+        """
 
     def gpu_uuids(self) -> tuple[str | None, ...]:
         """Of every rank's GPU, ordered by global rank; None for one without. Known after
@@ -428,4 +449,26 @@ class SharedEngine(Engine, Protocol):
     async def drained(self) -> None:
         """While paused: return when every output that was made for this process has reached its
         ``on_delta``.
+        """
+
+
+@runtime_checkable
+class SpanningEngine(Engine, Protocol):
+    """An engine whose ranks may be on several machines (``EngineSettings.node``).
+
+    The head's ``start`` returns when all ranks of all nodes are up; it reaches them by itself.
+    """
+
+    def run_ranks(self) -> None:
+        """On a node that is not the head's, instead of ``start``: start this node's ranks, and
+        return when one of them has ended. Blocks, with no deadline: the process is ended from
+        outside.
+
+        Raises:
+            EngineStartError: they cannot be started.
+        """
+
+    def condemn(self, reason: str) -> None:
+        """On the head: a node is lost, and its ranks with it. Counts as dead from now on; calls
+        that wait for an answer end. A death before that keeps its reason.
         """

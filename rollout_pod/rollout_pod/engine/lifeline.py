@@ -45,6 +45,10 @@ class Lifeline:
         self._death = self.death() or reason
         self._llm = None
 
+    def condemn(self, reason: str) -> None:
+        """What is left of it is of no use. A death before that keeps its reason."""
+        self._death = self.death() or reason
+
     def death(self) -> str | None:
         """Why it is dead; None while it lives. Cheap."""
         if self._death is None and self._llm is not None and self._llm.errored:

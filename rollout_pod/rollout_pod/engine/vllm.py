@@ -17,6 +17,7 @@ import psutil
 from rollout_pod.engine import (
     adapters,
     arguments,
+    headless,
     leftovers,
     processes,
     sharing,
@@ -168,6 +169,14 @@ class VllmEngine:
             self._alive()  # a dead engine's outputs are read by nobody
             await asyncio.sleep(0)
         await asyncio.sleep(_OUTPUTS_S)
+
+    def run_ranks(self) -> None:
+        """See ``SpanningEngine``."""
+        headless.run_ranks(self._settings)
+
+    def condemn(self, reason: str) -> None:
+        """See ``SpanningEngine``."""
+        self._lifeline.condemn(reason)
 
     def _construct(self) -> EngineInfo:
         """Everything that blocks. In a thread of its own."""
@@ -436,8 +445,9 @@ class VllmEngine:
 
     def rank_sockets(self) -> tuple[Path, ...]:
         """See ``Engine``."""
-        ranks = self._settings.run_dir / "ranks"
-        return tuple(ranks / f"rank-{rank}.sock" for rank in range(self._world))
+        ranks, node = self._settings.run_dir / "ranks", self._settings.node
+        here = self._world // (node.count if node else 1)
+        return tuple(ranks / f"rank-{rank}.sock" for rank in range(here))
 
     def gpu_uuids(self) -> tuple[str | None, ...]:
         """See ``Engine``."""

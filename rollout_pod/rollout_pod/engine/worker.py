@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rollout_pod.engine import boot_record, cpu_repairs, device_slot, reloading
-from rollout_pod.engine.arguments import STAGING
+from rollout_pod.engine.arguments import RUN_DIR, STAGING
 from rollout_pod.engine.fast import FastLoader
 from rollout_pod.engine.layerwise import LayerwiseLoader
 from rollout_pod.engine.orphan import SERVER_PID, die_with
@@ -53,13 +53,16 @@ class RolloutWorker:
         """Bind this rank's socket. After the model is loaded; once.
 
         Args:
-            run_dir: Has the folder ``ranks``.
+            run_dir: Has the folder ``ranks``; on another node, the one it was started with.
             shm_dir: Where senders' segments are mounted.
             world: Ranks of all data-parallel engines together.
         """
         from vllm.platforms import current_platform
 
         rank = self.rollout_rank()
+        nodes = int(getattr(self.vllm_config.parallel_config, "nnodes", 1))
+        # a sender addresses the ranks that it shares memory with: those of its own node
+        here = world // nodes
         model = self.model_runner.get_model()
         record = boot_record.record_of(model)
         text_config = self.vllm_config.model_config.hf_config.get_text_config()
@@ -85,10 +88,11 @@ class RolloutWorker:
             ),
             device=device,
         )
-        path = Path(run_dir) / "ranks" / f"rank-{rank}.sock"
+        folder = Path(os.environ.get(RUN_DIR, run_dir))
+        path = folder / "ranks" / f"rank-{rank % here}.sock"
         self._rollout_receiver = Receiver(
-            rank=rank,
-            world=world,
+            rank=rank % here,
+            world=here,
             host=socket.gethostname(),
             socket_path=path,
             shm_dir=Path(shm_dir),
@@ -127,7 +131,7 @@ class RolloutWorker:
             loader.enabled = replays
         if report.ok:
             self._rollout_new_weights()
-        return report.as_dict()
+        return report.as_dict() | {"rank": self.rollout_rank()}
 
     def _rollout_new_weights(self) -> None:
         # Adapters were merged for the old weights; older model runners have no such state.

@@ -32,6 +32,16 @@ from rollout_pod.protocol.generate import (
     TokenLogProb,
     WeightVersionSpan,
 )
+from rollout_pod.protocol.nodes import (
+    NodeBeat,
+    NodeDone,
+    NodeOrders,
+    NodeSend,
+    NodeSent,
+    NodeSession,
+    NodeStage,
+    NodeStaged,
+)
 from rollout_pod.protocol.problem import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.push import (
     PUSH_POLL_MAX_S,
@@ -58,6 +68,7 @@ from rollout_pod.protocol.wellknown import (
     ADMIN_PORT,
     DATA_PORT,
     DESIRED_ANNOTATION,
+    RANKS_PORT,
     STATE_POLL_MAX_S,
     TOKEN_HEADER,
 )
@@ -71,6 +82,7 @@ __all__ = [
     "PROBLEM_MEDIA_TYPE",
     "PUSH_POLL_MAX_S",
     "PUSH_SOCKET",
+    "RANKS_PORT",
     "STATE_POLL_MAX_S",
     "TOKEN_HEADER",
     "URL_PATTERN",
@@ -90,6 +102,14 @@ __all__ = [
     "Interruption",
     "InterruptionMode",
     "MultiModalData",
+    "NodeBeat",
+    "NodeDone",
+    "NodeOrders",
+    "NodeSend",
+    "NodeSent",
+    "NodeSession",
+    "NodeStage",
+    "NodeStaged",
     "OnPause",
     "PodPhase",
     "Problem",

@@ -8,6 +8,11 @@ DATA_PORT: Final = 8000
 ADMIN_PORT: Final = 8001
 """Desired and state documents; every request needs the token."""
 
+RANKS_PORT: Final = 8002
+"""Of the head, where the ranks of a replica of several pods meet. Without a token, as all that
+the ranks say to each other: on a network that is not trusted, a NetworkPolicy has to guard it.
+"""
+
 TOKEN_HEADER: Final = "X-Rollout-Token"  # noqa: S105 # the name of a header
 """Carries the token where a proxy strips ``Authorization``."""
 

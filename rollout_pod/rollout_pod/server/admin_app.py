@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Header, HTTPException, Query, Response
 
 from rollout_pod import __version__
+from rollout_pod.nodes.head import Head
 from rollout_pod.protocol import (
     STATE_POLL_MAX_S,
     CachesCleared,
@@ -14,6 +15,7 @@ from rollout_pod.protocol import (
 )
 from rollout_pod.server.auth import RequireToken, Tokens
 from rollout_pod.server.body_limit import BodyLimit
+from rollout_pod.server.head_routes import head_routes
 from rollout_pod.server.problems import install_problems
 from rollout_pod.server.schema import SCHEMA_PATH, problems, schema_of
 from rollout_pod.supervisor.supervisor import Supervisor
@@ -21,8 +23,8 @@ from rollout_pod.supervisor.supervisor import Supervisor
 _BODY_LIMIT = 1 << 20
 
 
-def make_admin_app(supervisor: Supervisor, tokens: Tokens) -> FastAPI:
-    """The app of the admin port; every route needs the token."""
+def make_admin_app(supervisor: Supervisor, tokens: Tokens, *, head: Head | None = None) -> FastAPI:
+    """The app of the admin port; every route needs the token. ``head``: of a group of nodes."""
     app = FastAPI(
         title="rollout-pod admin",
         version=__version__,
@@ -75,6 +77,9 @@ def make_admin_app(supervisor: Supervisor, tokens: Tokens) -> FastAPI:
         """
         asked = body or ClearCachesRequest()
         return await supervisor.clear_caches(timeout_s=asked.timeout_s)
+
+    if head is not None:
+        app.include_router(head_routes(head))
 
     @app.get(SCHEMA_PATH, include_in_schema=False)
     async def schema() -> dict[str, Any]:

@@ -21,6 +21,10 @@ class Tokens:
         known = [token for name in ("token", "previous") if (token := self._read(name))]
         return sum(hmac.compare_digest(offered.encode(), token) for token in known) > 0
 
+    def newest(self) -> str:
+        """The token, to show to another pod of this replica; empty where there is none."""
+        return self._read("token").decode()
+
     def _read(self, name: str) -> bytes:
         try:
             return (self._folder / name).read_bytes().strip()

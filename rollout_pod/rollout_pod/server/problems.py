@@ -21,11 +21,13 @@ from rollout_pod.engine.base import (
 )
 from rollout_pod.engine.front_end import NoFrontEnd
 from rollout_pod.generation import PromptTooLong
+from rollout_pod.nodes.muster import RankTaken, UnknownRank, WrongGroup
 from rollout_pod.protocol import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.problem import FieldError
 from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
 from rollout_pod.supervisor.pushing import NoRanks, PushRefused, UnknownSession
 from rollout_pod.supervisor.supervisor import Fenced, PreconditionFailed
+from rollout_pod.weights.agent_client import AgentClientError
 
 log = structlog.get_logger(__name__)
 
@@ -84,6 +86,10 @@ _KNOWN: Mapping[type, tuple[int, ProblemCode, str, str]] = {
     EngineNotUp: (503, ProblemCode.NOT_READY, "Not ready", ""),
     NoRanks: (503, ProblemCode.ENGINE_NOT_UP, "Engine not up", ""),
     UnknownSession: (404, ProblemCode.NOT_FOUND, "Unknown session", ""),
+    WrongGroup: (409, ProblemCode.WRONG_GROUP, "Wrong group", ""),
+    RankTaken: (409, ProblemCode.RANK_TAKEN, "Rank taken", ""),
+    UnknownRank: (422, ProblemCode.INVALID_FIELD, "Unknown rank", ""),
+    AgentClientError: (502, ProblemCode.WEIGHTS_AGENT, "The weights agent failed", ""),
     EngineAsleep: (409, ProblemCode.ASLEEP, "Asleep", ""),
     CachesInUse: (503, ProblemCode.CACHE_IN_USE, "Caches in use", ""),
     EngineError: (400, ProblemCode.ENGINE_ERROR, "Refused by the engine", ""),

@@ -27,6 +27,7 @@ _MEANINGS = {
     413: "The body is too large",
     422: "A field or a parameter is invalid; ``errors`` names each",
     500: "The fault is the pod's",
+    502: "The weights agent of this node failed",
     503: "Not now: ask again, here or elsewhere",
 }
 

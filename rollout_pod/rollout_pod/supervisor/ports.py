@@ -13,6 +13,10 @@ class Staged(Protocol):
         """Of all its tensors."""
 
     @property
+    def tensors(self) -> int:
+        """How many."""
+
+    @property
     def seconds(self) -> float:
         """That it took."""
 

@@ -2,12 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
 
-from rollout_pod.engine.base import Engine, EngineDeadError, EngineError, EngineStartError
+from rollout_pod.engine.base import (
+    Engine,
+    EngineDeadError,
+    EngineError,
+    EngineStartError,
+    InvalidField,
+)
 from rollout_pod.gate import Gate
 from rollout_pod.metrics import PodMetrics
 from rollout_pod.protocol import (
@@ -67,6 +74,10 @@ class Supervisor:
     """What requests pass on their way into the engine."""
     stages_on_device: bool = False
     """Whether the engine was started with memory for the next version on its device."""
+    gather: Callable[[], Awaitable[None]] | None = None
+    """Of an engine that spans nodes: awaited before it starts, until they are all there; raises
+    ``EngineStartError``.
+    """
 
     def __post_init__(self) -> None:
         self.gate = self.gate or Gate(self.engine)
@@ -112,9 +123,15 @@ class Supervisor:
         """Take a desired document into force.
 
         Raises:
+            InvalidField: a trainer is to push to several nodes.
             Fenced: another owner, or a lower generation than the one in force.
             PreconditionFailed: ``if_match`` (``<boot_id>:<revision>``) is not the present state.
         """
+        if self.gather is not None and document.weights and document.weights.is_pushed:
+            raise InvalidField(
+                "weights.source.push",
+                "a trainer shares memory with one node only: with several, give path or url",
+            )
         current = self.board.desired
         present = self.board.document()
         if if_match is not None and if_match != f"{present.boot_id}:{present.revision}":
@@ -267,7 +284,7 @@ class Supervisor:
 
     async def _load(self) -> None:
         """Start the engine; a drain that comes meanwhile ends the start."""
-        start = asyncio.create_task(self._acts.load(), name="engine start")
+        start = asyncio.create_task(self._start(), name="engine start")
         try:
             while not start.done():
                 wake = asyncio.create_task(self._wake.wait())
@@ -287,6 +304,11 @@ class Supervisor:
         finally:
             start.cancel()  # where nobody waits for it any more
             await asyncio.gather(start, return_exceptions=True)
+
+    async def _start(self) -> None:
+        if self.gather is not None:
+            await self.gather()
+        await self._acts.load()
 
     async def _wait(self, until: float | None, now: float) -> None:
         """Until something changes, ``until`` comes, or the engine is due to be looked at."""

@@ -1,0 +1,1 @@
+"""Replicas whose engine spans several pods: the head, and the nodes that follow it."""
