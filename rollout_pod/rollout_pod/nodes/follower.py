@@ -105,6 +105,13 @@ class Follower:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
+    def beat(self) -> NodeBeat:
+        """What it tells the head."""
+        return NodeBeat(
+            group=self.group, rank=self.rank, boot_id=self.boot_id, url=self.url,
+            draining=self._drain.is_set(),
+        )  # fmt: skip
+
     @property
     def _ends_as_asked(self) -> bool:
         return self._drain.is_set() or self._head_drains
@@ -161,15 +168,11 @@ class Follower:
             await self._pause()
 
     async def _beat(self, http: httpx.AsyncClient) -> NodeOrders:
-        beat = NodeBeat(
-            group=self.group, rank=self.rank, boot_id=self.boot_id, url=self.url,
-            draining=self._drain.is_set(),
-        )  # fmt: skip
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await http.post(
                     f"{self.head}/admin/v1/nodes/beat",
-                    json=beat.model_dump(mode="json"),
+                    json=self.beat().model_dump(mode="json"),
                     headers={TOKEN_HEADER: self.token()},
                 )
         except (httpx.HTTPError, TimeoutError) as error:

@@ -1,0 +1,335 @@
+"""Nodes and their head over real sockets: late, twice, killed, and of another group."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_pod.engine.base import EngineStartError
+from rollout_pod.nodes.follower import Follower, FollowError, Standing
+from rollout_pod.server.node_app import make_node_data_app
+from rollout_pod.weights.agent_client import StageError, TransferError
+from tests.support.fakes import FakeStaged
+from tests.support.node_group import (
+    HERE,
+    SILENCE_S,
+    GroupSite,
+    Ranks,
+    TwoAgents,
+    group_site,
+    served,
+    two_agents,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[GroupSite]:
+    async with group_site() as made:
+        yield made
+
+
+async def until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+def start(follower: Follower, ranks: Ranks) -> "asyncio.Task[None]":
+    return asyncio.create_task(follower.run(ranks.run))
+
+
+async def test_a_node_that_is_there_before_its_head_waits_and_starts_with_it(
+    site: GroupSite,
+) -> None:
+    ranks, follower = Ranks(), site.follower()
+    task = start(follower, ranks)
+    await until(lambda: "connect" in follower.message.lower())
+    assert follower.standing is Standing.WAITING_FOR_HEAD
+    assert ranks.orders is None
+    head, pod = site.head()
+    async with site.listening(head):
+        await head.gather(10)
+        await until(lambda: ranks.orders is not None)
+        assert ranks.orders is not None
+        assert (ranks.orders.host, ranks.orders.port) == (HERE, 4242)
+        assert follower.standing is Standing.STARTING
+        pod.is_started = True
+        await until(lambda: follower.standing is Standing.UP)
+        pod.begin_drain()
+        await asyncio.sleep(3 * follower.beat_s)
+    await task
+    assert ranks.ended
+
+
+async def test_no_node_starts_before_all_are_there(site: GroupSite) -> None:
+    head, _ = site.head(nodes=3)
+    one, other = Ranks(), Ranks()
+    async with site.listening(head):
+        first, second = site.follower(boot="a"), site.follower(rank=2, boot="b")
+        tasks = [start(first, one)]
+        await until(lambda: first.standing is Standing.WAITING_FOR_NODES)
+        assert one.orders is None
+        tasks.append(start(second, other))
+        await until(lambda: bool(one.orders and other.orders))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_the_head_says_who_did_not_come(site: GroupSite) -> None:
+    head, _ = site.head(nodes=3)
+    head.hear(site.follower(rank=2).beat())
+    with pytest.raises(EngineStartError, match=r"node 1 was not there within 0\.2 s \(group g\)"):
+        await head.gather(0.2)
+    assert head.members() == ()
+
+
+async def test_a_node_says_what_it_waited_for(site: GroupSite) -> None:
+    with pytest.raises(FollowError, match=r"not in group g within 0\.2 s \(WaitingForHead: "):
+        await site.follower(join_timeout_s=0.2).run(Ranks().run)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [({"group": "old"}, "leads group g, not old"), ({"token": "wrong"}, "token")],
+)
+async def test_a_head_of_another_group_is_not_joined(
+    site: GroupSite, how: dict[str, str], words: str
+) -> None:
+    head, _ = site.head()
+    ranks = Ranks()
+    async with site.listening(head):
+        with pytest.raises(FollowError, match=words):
+            await site.follower(join_timeout_s=0.3, **how).run(ranks.run)  # type: ignore[arg-type]
+    assert ranks.orders is None
+    assert head.members() == ()
+
+
+async def test_a_second_process_of_a_rank_that_comes_too_late_ends(site: GroupSite) -> None:
+    head, _ = site.head()
+    async with site.listening(head):
+        head.hear(site.follower(boot="first").beat())
+        with pytest.raises(FollowError, match="another process as node 1"):
+            await site.follower(boot="second").run(Ranks().run)
+
+
+async def test_a_node_whose_head_was_killed_ends(site: GroupSite) -> None:
+    head, _ = site.head()
+    ranks, follower = Ranks(), site.follower()
+    async with site.listening(head):
+        task = start(follower, ranks)
+        await until(lambda: ranks.orders is not None)
+    gone = time.monotonic()
+    with pytest.raises(FollowError, match="the head is lost"):
+        await task
+    assert SILENCE_S / 2 < time.monotonic() - gone < 5
+    assert ranks.ended
+
+
+async def test_a_node_whose_head_was_started_again_ends(site: GroupSite) -> None:
+    head, _ = site.head()
+    ranks = Ranks()
+    async with site.listening(head):
+        task = start(site.follower(), ranks)
+        await until(lambda: ranks.orders is not None)
+    again, _ = site.head()
+    async with site.listening(again):
+        with pytest.raises(FollowError, match="the head was started again"):
+            await task
+    assert ranks.ended
+
+
+async def test_a_node_whose_ranks_end_ends(site: GroupSite) -> None:
+    head, _ = site.head()
+    ranks = Ranks()
+    async with site.listening(head):
+        task = start(site.follower(), ranks)
+        await until(lambda: ranks.orders is not None)
+        ranks.fail()
+        with pytest.raises(FollowError, match="ranks ended"):
+            await task
+
+
+async def test_a_node_that_is_asked_to_end_lets_the_head_drain_first(site: GroupSite) -> None:
+    head, pod = site.head()
+    ranks, follower = Ranks(), site.follower(drain_timeout_s=30)
+    async with site.listening(head):
+        task = start(follower, ranks)
+        await until(lambda: ranks.orders is not None)
+        follower.begin_drain()
+        follower.begin_drain()
+        await until(lambda: pod.drains > 0)
+        await asyncio.sleep(3 * follower.beat_s)
+        assert not task.done()
+        assert not ranks.ended
+    await task
+    assert ranks.ended
+
+
+async def test_a_node_that_is_asked_to_end_before_it_joined_ends_at_once(site: GroupSite) -> None:
+    follower = site.follower()
+    task = start(follower, Ranks())
+    await until(lambda: follower.message != "")
+    follower.begin_drain()
+    async with asyncio.timeout(5):
+        await task
+
+
+async def test_the_head_notices_a_node_that_falls_silent(site: GroupSite) -> None:
+    head, _ = site.head()
+    lost: list[str] = []
+    watch = asyncio.create_task(head.watch(lost.append))
+    async with site.listening(head):
+        ranks = Ranks()
+        task = start(site.follower(), ranks)
+        await until(lambda: ranks.orders is not None)
+        await asyncio.sleep(2 * SILENCE_S)
+        assert lost == []
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: bool(lost))
+    await watch
+    assert lost == [f"node 1 was not heard for {SILENCE_S:g} s"]
+
+
+async def test_probes_tell_where_a_node_stands(site: GroupSite) -> None:
+    head, pod = site.head()
+    follower = site.follower()
+    async with (
+        served(make_node_data_app(follower)) as (port, _),
+        httpx.AsyncClient(base_url=f"http://{HERE}:{port}") as http,
+    ):
+        waiting = await http.get("/startupz")
+        assert waiting.status_code == 503
+        assert "WaitingForHead" in waiting.json()["detail"]
+        assert (await http.get("/healthz")).status_code == 200
+        async with site.listening(head):
+            ranks = Ranks()
+            task = start(follower, ranks)
+            await until(lambda: ranks.orders is not None)
+            assert (await http.get("/readyz")).status_code == 503
+            pod.is_started = True
+            await until(lambda: follower.standing is Standing.UP)
+            assert (await http.get("/startupz")).status_code == 200
+            assert (await http.get("/readyz")).status_code == 200
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+# -- weights
+
+
+@pytest.fixture
+async def agents(site: GroupSite) -> AsyncIterator[TwoAgents]:
+    async with two_agents(site) as made:
+        yield made
+
+
+async def stage(agents: TwoAgents, session: str = "s1", version: str = "v1") -> None:
+    await agents.both.stage(
+        session=session, version=version, path="/v1", rank_sockets=[Path("rank-0.sock")],
+        bucket_bytes=4096, timeout_s=5,
+    )  # fmt: skip
+
+
+async def test_a_version_is_staged_sent_and_kept_on_every_node(agents: TwoAgents) -> None:
+    await stage(agents)
+    await agents.both.send(session="s1", timeout_s=5)
+    await agents.both.committed(session="s1")
+    await agents.both.committed(session="s1")
+    said = ["stage v1 /v1", "send v1 ok", "committed v1", "committed v1"]
+    assert agents.own.calls == agents.nodes.calls == said
+
+
+@pytest.mark.parametrize("which", ["own", "nodes"])
+async def test_what_one_node_cannot_stage_no_node_keeps(agents: TwoAgents, which: str) -> None:
+    getattr(agents, which).stage_script["v1"] = ["no such file"]
+    with pytest.raises(StageError, match="no such file" if which == "own" else "node 1: no such"):
+        await stage(agents)
+    assert (agents.own.staged, agents.nodes.staged) == ({}, {})
+    await stage(agents, "s2")
+    assert list(agents.nodes.staged) == ["s2"]
+
+
+async def test_nodes_that_see_different_files_do_not_stage(
+    agents: TwoAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = agents.nodes.stage
+
+    async def smaller(**asked: Any) -> FakeStaged:
+        await staged(**asked)
+        return FakeStaged(bytes=7)
+
+    monkeypatch.setattr(agents.nodes, "stage", smaller)
+    with pytest.raises(StageError, match=r"not the same on all nodes: .* 7 on node 1"):
+        await stage(agents)
+    assert (agents.own.staged, agents.nodes.staged) == ({}, {})
+
+
+async def test_a_node_that_is_killed_while_it_stages_fails_it(agents: TwoAgents) -> None:
+    agents.nodes.stage_gate = asyncio.Event()
+    staging = asyncio.create_task(stage(agents))
+    await until(lambda: bool(agents.nodes.calls))
+    await agents.kill_node()
+    with pytest.raises(StageError, match=r"node 1 at .* does not answer"):
+        await staging
+    assert agents.own.staged == {}
+
+
+async def test_a_node_that_is_killed_while_it_sends_fails_it(agents: TwoAgents) -> None:
+    await stage(agents)
+    agents.nodes.send_gate = asyncio.Event()
+    sending = asyncio.create_task(agents.both.send(session="s1", timeout_s=5))
+    await until(lambda: "send v1 ok" in agents.nodes.calls)
+    await agents.kill_node()
+    with pytest.raises(TransferError, match=r"node 1 at .* does not answer"):
+        await sending
+
+
+async def test_a_send_that_fails_on_one_node_waits_for_the_others(agents: TwoAgents) -> None:
+    await stage(agents)
+    agents.nodes.send_script["v1"] = ["midway"]
+    agents.own.send_gate = asyncio.Event()
+    sending = asyncio.create_task(agents.both.send(session="s1", timeout_s=5))
+    await until(lambda: "send v1 midway" in agents.nodes.calls)
+    await asyncio.sleep(0.1)
+    assert not sending.done()
+    agents.own.send_gate.set()
+    with pytest.raises(TransferError, match=r"^node 1: scripted: midway$"):
+        await sending
+
+
+async def test_what_was_never_staged_cannot_be_sent(agents: TwoAgents) -> None:
+    with pytest.raises(TransferError, match="node 1: scripted: untouched"):
+        await agents.both.send(session="late", timeout_s=5)
+
+
+async def test_a_stage_that_is_given_up_ends_on_every_node(agents: TwoAgents) -> None:
+    agents.nodes.stage_gate = asyncio.Event()
+    staging = asyncio.create_task(stage(agents))
+    await until(lambda: bool(agents.nodes.calls))
+    staging.cancel()
+    await asyncio.gather(staging, return_exceptions=True)
+    await agents.both.discard(session="s1")
+    assert agents.own.calls[-1] == agents.nodes.calls[-1] == "discard"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [({"node_group": "old"}, "this node is of group old, not g"), ({"token": "wrong"}, "token")],
+)
+async def test_a_node_of_another_group_obeys_nothing(
+    site: GroupSite, how: dict[str, str], words: str
+) -> None:
+    async with two_agents(site, **how) as agents:
+        with pytest.raises(StageError, match=words):
+            await stage(agents)
+        with pytest.raises(TransferError, match=words):
+            await agents.both.send(session="s1", timeout_s=5)
+        assert agents.nodes.calls == []
