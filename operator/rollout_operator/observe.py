@@ -77,17 +77,21 @@ class Observer:
         """Return all that was seen of the replica's children (``now``: unix seconds)."""
         namespace, name = replica.namespace, replica.name
         wanted = manifests.services(replica)
+        nodes = replica.spec.nodes if replica.spec else 1
         pod_key = (namespace, names.pod_name(name, 0))
+        pod_keys = [(namespace, names.pod_name(name, rank)) for rank in range(nodes)]
         service_keys = [(namespace, service["metadata"]["name"]) for service in wanted]
         services, pods = self._caches.services, self._caches.pods
         # of a new replica: what has our names and not our labels no list shows
         missing = not memory.looked and (
-            pod_key not in pods or not all(key in services for key in service_keys)
+            not all(key in pods for key in pod_keys)
+            or not all(key in services for key in service_keys)
         )
         if fresh or missing:
             for key in service_keys:
                 await reread(self._kube, services, SERVICES, key)
-            await reread(self._kube, pods, PODS, pod_key)
+            for key in pod_keys:
+                await reread(self._kube, pods, PODS, key)
         memory.looked = True
         lacks_pod = pod_key not in pods
         if fresh or lacks_pod or time.monotonic() >= memory.secret_due:
@@ -95,6 +99,7 @@ class Observer:
             await self.read_secret(replica, memory)
         raw = pods.get(pod_key)
         pod = None if raw is None else pod_seen(raw, name=name, uid=replica.uid)
+        followers = self._followers(replica, nodes)
         return Seen(
             secret=_child(replica, "Secret", memory.secret, complete=bool(token(memory))),
             services=tuple(
@@ -102,10 +107,29 @@ class Observer:
                 for found, service in zip(map(services.get, service_keys), wanted, strict=True)
             ),
             pod=pod,
+            followers=followers,
+            nodes=nodes,
+            lost=frozenset([f.name for f in followers if await self._lost(f, now)]),
             report=report(memory, pod),
             refusal=memory.refusal,
             node=await self._node(pod, now),
         )
+
+    def _followers(self, replica: Replica, nodes: int) -> tuple[PodSeen, ...]:
+        """Those that the spec asks for, whosever they are, and ours that it does not ask for."""
+        found = []
+        for rank in range(1, names.MAX_NODES):
+            raw = self._caches.pods.get((replica.namespace, names.pod_name(replica.name, rank)))
+            if raw is None:
+                continue
+            seen = pod_seen(raw, name=replica.name, uid=replica.uid)
+            if rank < nodes or seen.owner is Ownership.OURS:
+                found.append(replace(seen, rank=rank))
+        return tuple(found)
+
+    async def _lost(self, pod: PodSeen, now: float) -> bool:
+        node = await self._node(pod, now)
+        return node is not None and node.lost
 
     async def _node(self, pod: PodSeen | None, now: float) -> NodeState | None:
         """Ask for the node of a pod that should be gone: is there a kubelet to end it?"""

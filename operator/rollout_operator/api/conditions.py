@@ -58,6 +58,7 @@ class Reason(StrEnum):
     PREEMPTED = "Preempted"
     NODE_SHUTDOWN = "NodeShutdown"
     NODE_LOST = "NodeLost"
+    NODE_POD_GONE = "NodePodGone"
     FENCED = "Fenced"
     ENGINE_STARTING = "EngineStarting"
     ENGINE_RESTARTING = "EngineRestarting"

@@ -16,6 +16,9 @@ REPLICA_LABEL: Final = f"{GROUP}/replica"
 RANK_LABEL: Final = f"{GROUP}/rank"
 ROLE_LABEL: Final = f"{GROUP}/role"
 ROLE_HEAD: Final = "head"
+ROLE_NODE: Final = "node"
+GROUP_LABEL: Final = f"{GROUP}/group"
+"""Of a pod of rank 1 or more: the uid of the head's pod that it follows."""
 HASH_ANNOTATION: Final = f"{GROUP}/pod-hash"
 
 ENGINE: Final = "engine"
@@ -25,6 +28,9 @@ TOKEN_KEY: Final = "token"  # noqa: S105 - the key's name, not a token
 
 MAX_NAME: Final = 52
 """Longest name of a replica: leaves room for the children's suffixes within 63 characters."""
+
+
+MAX_NODES: Final = 64
 
 
 def pod_name(replica: str, rank: int) -> str:

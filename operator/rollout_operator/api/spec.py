@@ -3,9 +3,10 @@
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
+from rollout_operator.api.names import MAX_NODES
 from rollout_operator.api.quantity import parse_bytes
 from rollout_pod.protocol import URL_PATTERN
 
@@ -13,6 +14,7 @@ VERSION_PLACEHOLDER: Final = "{version}"
 VERSION_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 ENGINE_PATTERN: Final = VERSION_PATTERN
 DEFAULT_ENGINE: Final = "vllm"
+ONE_NODE_FLAGS: Final = frozenset({"--data-parallel-size", "-dp", "--api-server-count", "-asc"})
 MAX_BUCKET: Final = 1 << 34
 MIN_BUCKET: Final = 1 << 12
 MAX_HOST_MEMORY: Final = 1 << 44
@@ -131,6 +133,7 @@ class RolloutSpec(_Part):
         tuple[Annotated[str, Field(max_length=4096)], ...], Field(max_length=256)
     ] = ()
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
+    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
     load_timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 3600
     weights: WeightsSpec = WeightsSpec()
     drain_timeout_seconds: Annotated[int, Field(ge=0, le=86400)] = 30
@@ -143,6 +146,29 @@ class RolloutSpec(_Part):
     weight_step: Annotated[int | None, Field(ge=0)] = None
     interruption: Interruption = Interruption()
     sleep: Sleep | None = None
+
+    @model_validator(mode="after")
+    def _nodes_fit(self) -> "RolloutSpec":
+        if self.nodes > 1:
+            refusal = _refusal_of_nodes(self)
+            if refusal:
+                raise ValueError(f"nodes above 1: {refusal}")
+        return self
+
+
+def _refusal_of_nodes(spec: RolloutSpec) -> str | None:
+    """Why this cannot span nodes; the CRD refuses what it can see of that as well."""
+    if spec.engine != DEFAULT_ENGINE:
+        return f"engine {spec.engine} works on one node only; use {DEFAULT_ENGINE}, or nodes: 1"
+    if spec.weights.staging is StagingPlace.DEVICE:
+        return "weights.staging Device works on one node only; use Host"
+    if spec.weights.source is not None and spec.weights.source.push is not None:
+        return "weights.source.push works on one node only; use path or url"
+    for arg in spec.engine_args:
+        flag = arg.split("=", 1)[0].replace("_", "-")
+        if flag in ONE_NODE_FLAGS:
+            return f"engineArgs: {flag} works on one node only; remove it"
+    return None
 
 
 def _within(value: str | int, low: int, high: int) -> str | int:

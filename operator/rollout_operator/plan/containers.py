@@ -1,6 +1,7 @@
 """Builds the two containers that every replica has. They are the contract with rollout_pod."""
 
 import math
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rollout_operator.api import names
@@ -28,7 +29,21 @@ _PARALLEL_FLAGS: Final = (
 )
 
 
-def engine(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: str) -> JsonObject:
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Of a pod among those of its replica."""
+
+    rank: int = 0
+    nodes: int = 1
+    group: str = ""
+    """The uid of the head's pod; empty at the head."""
+    head: str = ""
+    """The head's admin port."""
+
+
+def engine(
+    spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: str, place: Place
+) -> JsonObject:
     """Build the engine's container over the template's entry of that name.
 
     Raises:
@@ -49,7 +64,7 @@ def engine(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: st
         *("--admin-address", f"0.0.0.0:{ADMIN_PORT}"),
         *("--run-dir", RUN_DIR),
         *("--token-dir", TOKEN_DIR),
-        *("--desired-file", f"{PODINFO_DIR}/desired"),
+        *(() if place.rank else ("--desired-file", f"{PODINFO_DIR}/desired")),
         *("--agent", "external"),
         *("--drain-timeout", str(spec.drain_timeout_seconds)),
         # left out where it is the default: an image of an older release knows no such option
@@ -58,6 +73,7 @@ def engine(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: st
             if spec.weights.staging is not StagingPlace.HOST
             else ()
         ),
+        *_among_others(spec, place),
         "--",
         *engine_args(spec),
     ]
@@ -72,7 +88,7 @@ def engine(spec: RolloutSpec, theirs: JsonObject, *, image: str, pull_policy: st
     ]
     return {
         **_common(theirs, where, image=image, pull_policy=pull_policy),
-        "command": ["rollout-pod", "serve"],
+        "command": ["rollout-pod", "follow" if place.rank else "serve"],
         "args": args,
         "ports": merge.override(
             theirs.get("ports"), ports, key="containerPort", where=f"{where}.ports"
@@ -152,9 +168,24 @@ def engine_args(spec: RolloutSpec) -> list[str]:
     if spec.engine != DEFAULT_ENGINE:
         return args
     flags = {arg.split("=", 1)[0].replace("_", "-") for arg in args}
-    if spec.gpus and flags.isdisjoint(_PARALLEL_FLAGS):
-        args += ["--tensor-parallel-size", str(spec.gpus)]
+    if (spec.gpus or spec.nodes > 1) and flags.isdisjoint(_PARALLEL_FLAGS):
+        args += ["--tensor-parallel-size", str(max(spec.gpus, 1) * spec.nodes)]
     return args
+
+
+def _among_others(spec: RolloutSpec, place: Place) -> list[str]:
+    """What a pod has to know to find the others of its engine."""
+    if place.nodes == 1:
+        return []
+    own = ("--node-rank", str(place.rank), "--head", place.head) if place.rank else ()
+    # of variables that every container of ours has
+    return [
+        *("--nodes", str(place.nodes)),
+        *own,
+        *("--group", place.group or "$(POD_UID)"),
+        *("--advertise", "$(POD_IP)"),
+        *("--join-timeout", str(spec.load_timeout_seconds)),
+    ]
 
 
 def _common(theirs: JsonObject, where: str, *, image: str, pull_policy: str) -> JsonObject:

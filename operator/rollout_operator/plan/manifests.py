@@ -46,6 +46,8 @@ def pod_hash(spec: RolloutSpec) -> str:
         "drainTimeoutSeconds": spec.drain_timeout_seconds,
         "template": spec.template,
     }
+    if spec.nodes != 1:
+        hashed["nodes"] = spec.nodes
     if spec.engine != DEFAULT_ENGINE:
         hashed["engine"] = spec.engine
     if spec.weights.staging is not StagingPlace.HOST:
@@ -101,19 +103,24 @@ def pod(
     *,
     default_image: str,
     image_pull_policy: str,
+    rank: int = 0,
+    group: str = "",
 ) -> JsonObject:
-    """Build the pod of rank 0.
+    """Build the pod of ``rank``; of one that is not 0, ``group`` is the uid of the head's pod.
 
     Raises:
         TemplateError: ``spec.template`` has the wrong shape.
     """
     labels, annotations, pod_spec = merge.pod_template(spec.template)
-    name = names.pod_name(replica.name, 0)
+    name = names.pod_name(replica.name, rank)
     engine = merge.take(pod_spec["containers"], names.ENGINE)
     weights = merge.take(pod_spec["initContainers"], names.WEIGHTS)
     # a template may name the image once, for the engine
     image = spec.image or engine.get("image") or default_image
-    engine = containers.engine(spec, engine, image=image, pull_policy=image_pull_policy)
+    place = containers.Place(rank=rank, nodes=spec.nodes, group=group, head=_admin_of_head(replica))
+    engine = containers.engine(
+        spec, engine, image=image, pull_policy=image_pull_policy, place=place
+    )
     weights = containers.weights(
         spec,
         weights,
@@ -124,7 +131,8 @@ def pod(
     pod_spec |= {
         "hostname": name,
         "subdomain": names.nodes_service_name(replica.name),
-        "restartPolicy": "Always",
+        # a rank that comes back alone finds an engine that does not know it
+        "restartPolicy": "Always" if spec.nodes == 1 else "Never",
         "terminationGracePeriodSeconds": spec.drain_timeout_seconds + GRACE_MARGIN_S,
         "initContainers": [
             _inside(c, env, "initContainers")
@@ -157,15 +165,21 @@ def pod(
     meta["labels"] = {
         **labels,
         **meta["labels"],
-        names.RANK_LABEL: "0",
-        names.ROLE_LABEL: names.ROLE_HEAD,
+        names.RANK_LABEL: str(rank),
+        names.ROLE_LABEL: names.ROLE_NODE if rank else names.ROLE_HEAD,
+        **({names.GROUP_LABEL: group} if rank else {}),
     }
     meta["annotations"] = {
         **annotations,
         names.HASH_ANNOTATION: pod_hash(spec),
-        DESIRED_ANNOTATION: document.model_dump_json(),
+        **({} if rank else {DESIRED_ANNOTATION: document.model_dump_json()}),
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": pod_spec}
+
+
+def _admin_of_head(replica: Replica) -> str:
+    head, service = names.pod_name(replica.name, 0), names.nodes_service_name(replica.name)
+    return f"{head}.{service}.{replica.namespace}.svc:{ADMIN_PORT}"
 
 
 def _env(replica: Replica) -> list[JsonObject]:

@@ -59,6 +59,8 @@ class ContainerSeen:
     exit_code: int | None
     exit_reason: str
     exit_message: str
+    started: bool = False
+    """Its startup probe has passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +89,20 @@ class PodSeen:
     """Unix seconds by which it must be gone, since it was asked to stop; 0 where nobody asked."""
     engine: ContainerSeen | None
     weights: ContainerSeen | None
+    rank: int = 0
+    """0 is the head."""
+    group: str = ""
+    """The uid of the head's pod, of one that follows it."""
+    final: bool = False
+    """Kubelet starts none of its containers again."""
 
     @property
     def over(self) -> bool:
         """Whether its containers will never run again."""
-        return self.phase in ("Failed", "Succeeded")
+        # kubelet ends the sidecar first, and calls the pod Failed only then
+        ended = self.engine is not None and self.engine.exit_code is not None
+        over = self.final and ended and not (self.engine and self.engine.running)
+        return over or self.phase in ("Failed", "Succeeded")
 
     @property
     def answering(self) -> bool:
@@ -135,6 +146,13 @@ class Seen:
     services: tuple[ChildSeen | None, ...] = (None, None)
     """In the order of :func:`manifests.services`."""
     pod: PodSeen | None = None
+    """The head: the one that is told what to become."""
+    followers: tuple[PodSeen, ...] = ()
+    """The pods of other ranks that there are, by rank; those that the spec does not ask for too."""
+    nodes: int = 1
+    """That the spec asks for."""
+    lost: frozenset[str] = frozenset()
+    """Names of followers whose end is overdue, on a node that is lost."""
     report: Report | None = None
     refusal: Refusal | None = None
     node: NodeState | None = None
@@ -160,6 +178,7 @@ def pod_seen(raw: Raw, *, name: str, uid: str) -> PodSeen:
     scheduled = conditions.get("PodScheduled") or {}
     disruption = conditions.get("DisruptionTarget") or {}
     disrupted = disruption.get("status") == "True"
+    labels = meta.get("labels") or {}
     return PodSeen(
         name=meta["name"],
         uid=meta["uid"],
@@ -181,6 +200,9 @@ def pod_seen(raw: Raw, *, name: str, uid: str) -> PodSeen:
         disruption=disruption.get("reason") or "" if disrupted else "",
         disruption_message=disruption.get("message") or "" if disrupted else "",
         delete_by=unix(meta.get("deletionTimestamp")),
+        rank=_rank(labels.get(names.RANK_LABEL)),
+        group=labels.get(names.GROUP_LABEL) or "",
+        final=(raw.get("spec") or {}).get("restartPolicy") == "Never",
         engine=_container(status.get("containerStatuses"), names.ENGINE),
         weights=_container(status.get("initContainerStatuses"), names.WEIGHTS),
     )
@@ -224,7 +246,12 @@ def _container(statuses: Sequence[Raw] | None, name: str) -> ContainerSeen | Non
         exit_code=death.get("exitCode"),
         exit_reason=death.get("reason") or "",
         exit_message=_last_line(death.get("message") or ""),
+        started=raw.get("started") is True,
     )
+
+
+def _rank(label: str | None) -> int:
+    return int(label) if label and label.isdecimal() else 0
 
 
 def _last_line(text: str) -> str:

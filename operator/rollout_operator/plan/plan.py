@@ -1,6 +1,7 @@
 """The operator's one decision: what follows from what was seen."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from rollout_operator.api.conditions import Reason
@@ -20,17 +21,15 @@ from rollout_operator.plan.actions import (
     Verdict,
 )
 from rollout_operator.plan.document import render_document
+from rollout_operator.plan.group import DELETING_RETRY_S, MIN_LIFE_S, plan_group
 from rollout_operator.plan.observed import Ownership, PodSeen, Seen
-from rollout_operator.plan.restarts import OVERDUE_S, End, end_of, exhausted, next_start
+from rollout_operator.plan.restarts import OVERDUE_S, End, end_of, exhausted, given_up, next_start
 from rollout_operator.plan.template import TemplateError
 from rollout_pod.protocol import DesiredDocument
 
 FOREIGN_RETRY_S: Final = 30.0
 PREDECESSOR_RETRY_S: Final = 2.0
 """Nothing tells of a Secret that the garbage collector removed."""
-DELETING_RETRY_S: Final = 10.0
-MIN_LIFE_S: Final = 10.0
-"""A pod that is over sooner, by no fault of its own, is replaced only then: that must not spin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +57,18 @@ def make_plan(replica: Replica, seen: Seen, now: float, *, defaults: PodDefaults
     if verdict is not None:
         return Plan(document=steer, verdict=verdict, restarts=counted, requeue_after=retry)
     children = _children(replica, seen)
+    make_pod = partial(_make_pod, replica, replica.spec, document, defaults)
     try:
-        manifest = manifests.pod(
-            replica,
-            replica.spec,
-            document,
-            default_image=defaults.image,
-            image_pull_policy=defaults.image_pull_policy,
-        )
+        manifest = make_pod(0, "")
     except TemplateError as error:
         verdict = Verdict(reason=Reason.INVALID_TEMPLATE, message=f"spec.{error}", stalled=True)
         return Plan(actions=children, document=steer, verdict=verdict, restarts=counted)
-    rest = _pod(replica, replica.spec, seen, now, manifest, steer, counted)
+    if replica.spec.nodes > 1 or seen.followers:
+        rest = plan_group(
+            replica, replica.spec, seen, now, make_pod=make_pod, steer=steer, counted=counted
+        )
+    else:
+        rest = _pod(replica, replica.spec, seen, now, manifest, steer, counted)
     waits = [rest.requeue_after]
     if counted is not None and counted.consecutive:
         waits.append(restarts.steady_in(replica, now))
@@ -81,6 +80,25 @@ def make_plan(replica: Replica, seen: Seen, now: float, *, defaults: PodDefaults
     )
 
 
+def _make_pod(
+    replica: Replica,
+    spec: RolloutSpec,
+    document: DesiredDocument,
+    defaults: PodDefaults,
+    rank: int,
+    group: str,
+) -> manifests.JsonObject:
+    return manifests.pod(
+        replica,
+        spec,
+        document,
+        default_image=defaults.image,
+        image_pull_policy=defaults.image_pull_policy,
+        rank=rank,
+        group=group,
+    )
+
+
 def _invalid_spec(message: str) -> Verdict:
     return Verdict(reason=Reason.INVALID_SPEC, message=message, stalled=True)
 
@@ -88,8 +106,8 @@ def _invalid_spec(message: str) -> Verdict:
 def _strangers(seen: Seen) -> tuple[Verdict | None, float | None]:
     children = [child for child in (seen.secret, *seen.services) if child is not None]
     owners = [(child.kind, child.name, child.owner) for child in children]
-    if seen.pod is not None:
-        owners.append(("Pod", seen.pod.name, seen.pod.owner))
+    pods = (*((seen.pod,) if seen.pod else ()), *seen.followers)
+    owners += [("Pod", pod.name, pod.owner) for pod in pods]
     foreign = [f"{kind} {name}" for kind, name, owner in owners if owner is Ownership.FOREIGN]
     if foreign:
         message = (
@@ -173,13 +191,7 @@ def _given_up(
     """Return the plan for a replica that failed too often; None while it serves all the same."""
     if pod is not None and pod.ready and not pod.deleting:
         return None
-    verdict = Verdict(
-        reason=Reason.CRASH_LOOP,
-        message=f"gave up after {spec.restart_policy.max_restarts} restarts in a row; the last end "
-        f"({counted.last_reason}): {counted.message}. Change what a new pod is made of (model, "
-        "image, engineArgs, template…) or raise spec.restartPolicy.maxRestarts",
-        stalled=True,
-    )
+    verdict = given_up(spec, counted)
     # a pod that is over holds no resources, but its log
     if pod is None or pod.deleting or pod.over or not written:
         return Plan(verdict=verdict, requeue_after=None if written else 0.0)

@@ -4,7 +4,7 @@ All of it stands in ``status.restarts``, written before a pod that failed is rep
 that restarts in between neither forgets a failure nor counts it twice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rollout_operator.api.conditions import ConditionType, Reason, shorten
@@ -12,6 +12,7 @@ from rollout_operator.api.replica import Replica
 from rollout_operator.api.spec import RestartPolicy, RolloutSpec
 from rollout_operator.api.status import RestartCount, Restarts
 from rollout_operator.api.times import rfc3339, unix
+from rollout_operator.plan.actions import Verdict
 from rollout_operator.plan.manifests import pod_hash
 from rollout_operator.plan.observed import ContainerSeen, Ownership, PodSeen, Seen
 
@@ -40,13 +41,77 @@ class End:
 
 
 def end_of(seen: Seen) -> End | None:
-    """Return why the replica's pod ends; None where it does not, or where a person deleted it."""
+    """Return why the replica's pods end; None where they do not, or where a person deleted one.
+
+    Of several that end, what came from outside is the cause, then a lack of memory: the others end
+    since their engine has.
+    """
     pod = seen.pod
-    if pod is None or not (pod.deleting or pod.over):
-        fenced = seen.report is not None and seen.report.fenced
-        text = "it obeys another owner or a later generation"
-        return End(reason=Reason.FENCED, message=text, failure=False) if pod and fenced else None
-    if pod.deleting and seen.node is not None and seen.node.lost:
+    if pod is not None and not (pod.deleting or pod.over):
+        if seen.report is not None and seen.report.fenced:
+            text = "it obeys another owner or a later generation"
+            return End(reason=Reason.FENCED, message=text, failure=False)
+    members = group_of(seen)
+    asked = any(member.deleting for member in members)
+    ends = [
+        (member, end)
+        for member in members
+        if (end := _end(member, lost=_on_lost_node(seen, member))) is not None
+        # a head that has drained since another was asked to end has done what it should
+        and not (len(members) > 1 and asked and member.phase == "Succeeded")
+    ]
+    if not ends:
+        return _vanished(seen)
+    member, end = min(ends, key=lambda found: _weight(found[1]))
+    return end if member is pod else replace(end, message=f"{member.name}: {end.message}")
+
+
+def group_of(seen: Seen) -> tuple[PodSeen, ...]:
+    """Return the pods that are one engine: the head and those that follow it; without a head, all
+    that are left.
+    """
+    if seen.pod is None:
+        return seen.followers
+    return (seen.pod, *(pod for pod in seen.followers if pod.group == seen.pod.uid))
+
+
+def missing_ranks(spec: RolloutSpec, seen: Seen) -> tuple[int, ...]:
+    """Return the ranks whose name no pod has."""
+    there = {pod.rank for pod in seen.followers}
+    return tuple(rank for rank in range(1, spec.nodes) if rank not in there)
+
+
+def _vanished(seen: Seen) -> End | None:
+    """An engine that has started, and lacks a pod: no new one can take its place."""
+    head = seen.pod
+    if head is None or head.deleting or head.over or head.engine is None:
+        return None
+    if not (seen.nodes > 1 and head.engine.started):
+        return None
+    there = {pod.rank for pod in seen.followers if pod.group == head.uid}
+    gone = [str(rank) for rank in range(1, seen.nodes) if rank not in there]
+    if not gone:
+        return None
+    text = f"the pod of rank {', '.join(gone)} is gone"
+    return End(reason=Reason.NODE_POD_GONE, message=text, failure=False)
+
+
+def _weight(end: End) -> int:
+    if not end.failure:
+        return 0
+    return {Reason.EVICTED: 1, Reason.OOM_KILLED: 2}.get(end.reason, 3)
+
+
+def _on_lost_node(seen: Seen, pod: PodSeen) -> bool:
+    if pod is seen.pod:
+        return seen.node is not None and seen.node.lost
+    return pod.name in seen.lost
+
+
+def _end(pod: PodSeen, *, lost: bool) -> End | None:
+    if not (pod.deleting or pod.over):
+        return None
+    if pod.deleting and lost:
         text = f"its node {pod.node} is lost"
         return End(reason=Reason.NODE_LOST, message=text, failure=False)
     if pod.reason == _EVICTED:
@@ -59,6 +124,10 @@ def end_of(seen: Seen) -> End | None:
         return None
     if pod.reason in _SHUTDOWN:
         return End(reason=Reason.NODE_SHUTDOWN, message=text, failure=False)
+    engine = pod.engine
+    if pod.final and not text and engine is not None and engine.exit_code:
+        reason = Reason.OOM_KILLED if out_of_memory(engine) else Reason.ENGINE_FAILED
+        return End(reason=reason, message=death(engine), failure=True)
     return End(reason=Reason.POD_FAILED, message=text or pod.phase, failure=True)
 
 
@@ -71,15 +140,29 @@ def tally(replica: Replica, spec: RolloutSpec, seen: Seen, now: float) -> Restar
     left = steady_in(replica, now)
     if known is not None and known.consecutive and left is not None and left <= 0:
         known = known.model_copy(update={"consecutive": 0})
-    pod = seen.pod
+    members = group_of(seen)
+    pod = members[0] if members else None
     if pod is None or pod.owner is not Ownership.OURS or pod.hash != wanted:
         return known
+    # a group is counted once, by its head
+    uid = pod.group or pod.uid
     end = end_of(seen)
     if end is not None:
-        if known is not None and known.pod_uid == pod.uid and known.pod_ended:
+        if known is not None and known.pod_uid == uid and known.pod_ended:
             return known
         return _count(known, pod, end, now, ended=True)
-    return known if pod.deleting else _engine(known, pod, now)
+    return known if pod.deleting or pod.final else _engine(known, pod, now)
+
+
+def given_up(spec: RolloutSpec, counted: Restarts) -> Verdict:
+    """Return what is said of a replica that failed too often."""
+    return Verdict(
+        reason=Reason.CRASH_LOOP,
+        message=f"gave up after {spec.restart_policy.max_restarts} restarts in a row; the last end "
+        f"({counted.last_reason}): {counted.message}. Change what a new pod is made of (model, "
+        "image, engineArgs, template…) or raise spec.restartPolicy.maxRestarts",
+        stalled=True,
+    )
 
 
 def newly_counted(before: Restarts | None, after: Restarts | None) -> dict[str, int]:
@@ -155,7 +238,8 @@ def _count(
     exits: int | None = None,
 ) -> Restarts:
     before = known or Restarts()
-    same = before.pod_uid == pod.uid
+    uid = pod.group or pod.uid
+    same = before.pod_uid == uid
     counts = {entry.reason: entry.count for entry in before.by_reason}
     counts[end.reason] = counts.get(end.reason, 0) + times
     return Restarts(
@@ -166,7 +250,7 @@ def _count(
         last_reason=end.reason,
         message=shorten(end.message),
         pod_hash=pod.hash,
-        pod_uid=pod.uid,
+        pod_uid=uid,
         pod_ended=ended,
         engine_exits=exits if exits is not None else before.engine_exits if same else 0,
     )

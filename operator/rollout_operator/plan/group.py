@@ -1,0 +1,171 @@
+"""What follows for the pods of a replica that spans nodes: they live and end as one."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from rollout_operator.api.conditions import Reason
+from rollout_operator.api.replica import Replica
+from rollout_operator.api.spec import RolloutSpec
+from rollout_operator.api.status import Restarts
+from rollout_operator.api.times import rfc3339
+from rollout_operator.plan.actions import CreatePod, DeletePod, Plan, Verdict
+from rollout_operator.plan.manifests import pod_hash
+from rollout_operator.plan.observed import PodSeen, Seen
+from rollout_operator.plan.restarts import (
+    OVERDUE_S,
+    End,
+    end_of,
+    exhausted,
+    given_up,
+    missing_ranks,
+    next_start,
+)
+from rollout_pod.protocol import DesiredDocument
+
+JsonObject = dict[str, Any]
+
+DELETING_RETRY_S: Final = 10.0
+MIN_LIFE_S: Final = 10.0
+"""A pod that is over sooner, by no fault of its own, is replaced only then: that must not spin."""
+
+
+def plan_group(
+    replica: Replica,
+    spec: RolloutSpec,
+    seen: Seen,
+    now: float,
+    *,
+    make_pod: Callable[[int, str], JsonObject],
+    steer: DesiredDocument | None,
+    counted: Restarts | None,
+) -> Plan:
+    """Return what to do with the pods of all ranks (``make_pod`` builds one, of a rank and a
+    group).
+
+    A group is a head and the pods that bear its uid. The head is made when no other pod is left,
+    the others when it is there; when one of them ends, or is not what the spec asks for, all go
+    before a new head comes. Planning again on the result does nothing.
+    """
+    head, wanted = seen.pod, pod_hash(spec)
+    end = end_of(seen)
+    whole = head is not None and end is None and not _ends(seen)
+    refusal = seen.refusal if seen.refusal and seen.refusal.hash == wanted else None
+    if refusal is not None and now < refusal.retry_at and (whole or not _pods(seen)):
+        complete = head is not None and head.hash == wanted and not missing_ranks(spec, seen)
+        if not complete:
+            verdict = Verdict(
+                reason=refusal.reason,
+                message=refusal.message,
+                stalled=refusal.reason is Reason.INVALID_TEMPLATE,
+            )
+            return Plan(document=steer, verdict=verdict, requeue_after=refusal.retry_at - now)
+    written = counted == replica.status.restarts
+    if counted is not None and exhausted(spec.restart_policy, counted):
+        serves = whole and head is not None and head.ready
+        if not serves:
+            return _give_up(spec, seen, counted, written=written)
+    if head is not None and whole and head.hash != wanted:
+        # checked by the API server first; the others follow when it is on its way
+        return Plan(
+            actions=(
+                DeletePod(
+                    name=head.name,
+                    uid=head.uid,
+                    reason=Reason.POD_REPLACING,
+                    message=f"pod {head.name} is replaced: the spec changed",
+                    replacement=make_pod(0, ""),
+                    replacement_hash=wanted,
+                ),
+            )
+        )
+    if head is not None and whole:
+        strays = tuple(_delete(pod, _STRAY) for pod in _strays(spec, seen) if not pod.deleting)
+        missing = missing_ranks(spec, seen)
+        made = tuple(CreatePod(manifest=make_pod(r, head.uid), hash=wanted) for r in missing)
+        return Plan(actions=strays + made, document=steer)
+    if not _pods(seen):
+        return Plan(actions=(CreatePod(manifest=make_pod(0, ""), hash=wanted),))
+    return _end_all(spec, seen, end, counted, now, written=written, steer=steer)
+
+
+_STRAY: Final = End(reason=Reason.POD_REPLACING, message="of an earlier group", failure=False)
+
+
+def _pods(seen: Seen) -> tuple[PodSeen, ...]:
+    return (*((seen.pod,) if seen.pod else ()), *seen.followers)
+
+
+def _strays(spec: RolloutSpec, seen: Seen) -> tuple[PodSeen, ...]:
+    """Followers of another head than the present one, or of a rank that nobody asks for."""
+    uid = seen.pod.uid if seen.pod else ""
+    return tuple(p for p in seen.followers if p.group != uid or p.rank >= spec.nodes)
+
+
+def _ends(seen: Seen) -> bool:
+    """Whether a pod of the head's group is on its way out."""
+    uid = seen.pod.uid if seen.pod else ""
+    members = [pod for pod in seen.followers if pod.group == uid]
+    return any(p.deleting or p.over for p in (*members, *((seen.pod,) if seen.pod else ())))
+
+
+def _give_up(spec: RolloutSpec, seen: Seen, counted: Restarts, *, written: bool) -> Plan:
+    verdict = given_up(spec, counted)
+    # those that are over hold no resources, but their logs
+    live = [pod for pod in _pods(seen) if not (pod.deleting or pod.over)]
+    if not live or not written:
+        return Plan(verdict=verdict, requeue_after=None if written else 0.0)
+    end = End(reason=Reason.CRASH_LOOP, message="it is not started again", failure=True)
+    return Plan(actions=tuple(_delete(pod, end) for pod in live))
+
+
+def _end_all(
+    spec: RolloutSpec,
+    seen: Seen,
+    end: End | None,
+    counted: Restarts | None,
+    now: float,
+    *,
+    written: bool,
+    steer: DesiredDocument | None,
+) -> Plan:
+    """Ask what lives to end, and keep what is over, for its log, until the next group may start."""
+    pods = _pods(seen)
+    why = end or End(reason=Reason.POD_REPLACING, message="the group ends", failure=False)
+    start = max((p.created + MIN_LIFE_S for p in pods if p.over), default=now)
+    if end is not None and end.failure and counted is not None:
+        start = next_start(spec.restart_policy, counted)
+    message = f"{why.message}; the pods of all nodes are replaced"
+    if start > now:
+        message += f". The next ones start at {rfc3339(start)}"
+    verdict = Verdict(reason=why.reason, message=message)
+    if not written:
+        return Plan(verdict=verdict, requeue_after=0.0)
+    actions: list[DeletePod] = []
+    waits: list[float] = []
+    for pod in pods:
+        if pod.deleting:
+            overdue = now >= pod.delete_by + OVERDUE_S
+            if overdue and _on_lost_node(seen, pod):
+                actions.append(_delete(pod, why, force=True))
+            else:
+                waits.append(DELETING_RETRY_S)
+        elif pod.over and start > now:
+            waits.append(start - now)
+        else:
+            actions.append(_delete(pod, why))
+    if actions:
+        return Plan(actions=tuple(actions))
+    # one that is fenced is still listened to: what it says is why it goes
+    fenced = steer if why.reason is Reason.FENCED else None
+    return Plan(verdict=verdict, document=fenced, requeue_after=min(waits))
+
+
+def _on_lost_node(seen: Seen, pod: PodSeen) -> bool:
+    if pod is seen.pod:
+        return seen.node is not None and seen.node.lost
+    return pod.name in seen.lost
+
+
+def _delete(pod: PodSeen, end: End, *, force: bool = False) -> DeletePod:
+    message = f"pod {pod.name} is {'given up' if force else 'replaced'}: {end.message}"
+    return DeletePod(name=pod.name, uid=pod.uid, reason=end.reason, message=message, force=force)
