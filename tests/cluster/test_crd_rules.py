@@ -58,6 +58,7 @@ def test_defaults_are_filled_in(served: Cluster):
         "engine": "vllm",
         "engineArgs": [],
         "gpus": 0,
+        "nodes": 1,
         "loadTimeoutSeconds": 3600,
         "weights": {
             "hostMemory": "16Gi",

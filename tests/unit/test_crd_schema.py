@@ -162,6 +162,7 @@ def test_printer_columns():
         ("Paused", 0),
         ("Age", 0),
         ("Restarts", 1),
+        ("Nodes", 1),
         ("Endpoint", 1),
         ("Reason", 1),
     ]

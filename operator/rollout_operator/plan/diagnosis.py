@@ -24,6 +24,7 @@ _ENGINE_TROUBLE: Final = frozenset(
     {Reason.ENGINE_FAILED, Reason.ENGINE_RESTARTING, Reason.OOM_KILLED}
 )
 _CRASH_LOOP: Final = "CrashLoopBackOff"
+_STARTING: Final = frozenset({Reason.POD_STARTING, Reason.ENGINE_STARTING})
 READY_REASONS: Final = frozenset({Reason.SERVING, Reason.PAUSED, Reason.SLEEPING})
 
 
@@ -75,7 +76,30 @@ def diagnose(replica: Replica, seen: Seen) -> Verdict:
         )
     state = current_state(pod, report)
     verdict = _silent(pod, report) if state is None else _engine(replica, replica.spec, pod, state)
-    return _still(replica, verdict)
+    return _still(replica, _among_others(replica, seen, verdict))
+
+
+def _among_others(replica: Replica, seen: Seen, verdict: Verdict) -> Verdict:
+    """What keeps a head from starting, or a replica from being ready, may be a pod beside it."""
+    if verdict.reason not in _STARTING | READY_REASONS:
+        return verdict
+    for pod in seen.followers:
+        trouble = _containers(replica, pod, None)
+        if trouble is not None:
+            return trouble
+    missing = seen.nodes - 1 - len(seen.followers)
+    if missing > 0:
+        text = f"{missing} of {seen.nodes} pods are being created"
+        return Verdict(reason=Reason.POD_CREATING, message=text)
+    late = next((pod for pod in seen.followers if not pod.ready), None)
+    if late is None:
+        return verdict
+    if verdict.reason in READY_REASONS:
+        return _readiness_pending(late)
+    if not late.answering:
+        text = f"the containers of pod {late.name} are starting; the engine waits for them"
+        return Verdict(reason=Reason.POD_STARTING, message=text)
+    return verdict
 
 
 def _still(replica: Replica, verdict: Verdict) -> Verdict:

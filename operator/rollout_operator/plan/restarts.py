@@ -47,10 +47,10 @@ def end_of(seen: Seen) -> End | None:
     since their engine has.
     """
     pod = seen.pod
-    if pod is not None and not (pod.deleting or pod.over):
-        if seen.report is not None and seen.report.fenced:
-            text = "it obeys another owner or a later generation"
-            return End(reason=Reason.FENCED, message=text, failure=False)
+    lives = pod is not None and not (pod.deleting or pod.over)
+    if lives and seen.report is not None and seen.report.fenced:
+        text = "it obeys another owner or a later generation"
+        return End(reason=Reason.FENCED, message=text, failure=False)
     members = group_of(seen)
     asked = any(member.deleting for member in members)
     ends = [

@@ -75,7 +75,10 @@ def render_status(replica: Replica, seen: Seen, plan: Plan, now: float) -> Repli
             if seen.services[0] and seen.services[0].owner is Ownership.OURS
             else ""
         ),
-        pods=() if pod is None else (_pod(pod, state, verdict),),
+        pods=(
+            *(() if pod is None else (_pod(pod, state, verdict),)),
+            *(_follower(f, state) for f in seen.followers if f.owner is Ownership.OURS),
+        ),
         restarts=plan.restarts,
     )
 
@@ -303,6 +306,25 @@ def _pod(pod: PodSeen, state: StateDocument | None, verdict: Verdict) -> PodStat
         phase=_phase(pod, state, verdict),
         weight_version=state.weight_version or "" if state else "",
         message="" if verdict.reason in READY_REASONS else shorten(verdict.message),
+    )
+
+
+def _follower(pod: PodSeen, state: StateDocument | None) -> PodStatus:
+    """A pod of another rank: what its own ranks hold is what they told the head."""
+    held = (
+        {rank.weight_version for rank in state.ranks if rank.host == pod.name} if state else set()
+    )
+    phase = "Draining" if pod.deleting else "Failed" if pod.over else "Pending"
+    if phase == "Pending" and pod.answering:
+        phase = "Following" if pod.ready else "Loading"
+    return PodStatus(
+        name=pod.name,
+        rank=pod.rank,
+        node=pod.node,
+        ready=pod.ready,
+        phase=phase,
+        weight_version=(held.pop() or "") if len(held) == 1 else "",
+        message=shorten(pod.unschedulable or pod.failure),
     )
 
 
