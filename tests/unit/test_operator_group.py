@@ -62,7 +62,7 @@ def test_the_head_exactly():
     assert engine(made)["args"] == [
         *COMMON, "--desired-file", "/etc/rollout/podinfo/desired", "--agent", "external",
         "--drain-timeout", "30", "--nodes", "2", "--group", "$(POD_UID)",
-        "--advertise", "$(POD_IP)", "--join-timeout", "900", "--", "--tensor-parallel-size", "8",
+        "--advertise", "$(POD_IP)", "--join-timeout", "810", "--", "--tensor-parallel-size", "8",
     ]  # fmt: skip
     assert made["spec"]["restartPolicy"] == "Never"
     assert "rollout.dev/group" not in made["metadata"]["labels"]
@@ -74,7 +74,7 @@ def test_a_follower_exactly():
     assert engine(made)["args"] == [
         *COMMON, "--agent", "external", "--drain-timeout", "30", "--nodes", "2",
         "--node-rank", "1", "--head", "qwen-0.qwen-nodes.ns.svc:8001", "--group", "uid-h",
-        "--advertise", "$(POD_IP)", "--join-timeout", "3600", "--", "--tensor-parallel-size", "8",
+        "--advertise", "$(POD_IP)", "--join-timeout", "3240", "--", "--tensor-parallel-size", "8",
     ]  # fmt: skip
     labels = made["metadata"]["labels"]
     assert (labels["rollout.dev/rank"], labels["rollout.dev/role"]) == ("1", "node")

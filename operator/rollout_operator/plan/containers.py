@@ -184,7 +184,8 @@ def _among_others(spec: RolloutSpec, place: Place) -> list[str]:
         *own,
         *("--group", place.group or "$(POD_UID)"),
         *("--advertise", "$(POD_IP)"),
-        *("--join-timeout", str(spec.load_timeout_seconds)),
+        # before the startup probe gives up, whose words say less
+        *("--join-timeout", str(max(1, spec.load_timeout_seconds * 9 // 10))),
     ]
 
 
