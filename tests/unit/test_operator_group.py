@@ -283,6 +283,47 @@ def test_a_pod_that_a_person_deletes_takes_the_group_along_uncounted(rank: int):
     assert made.counts() == {}
 
 
+def test_a_head_that_drained_for_another_has_not_failed():
+    """The follower tells it to, and it may be through before the operator has looked."""
+    made = served()
+    made.change(1, deleting=True, delete_by=NOW + 45)
+    made.change(0, phase="Succeeded", engine=container(running=False, exit_code=0))
+    made.run(20)
+    assert len(made.made) == 4
+    assert made.counts() == {}
+
+
+def test_pods_that_end_by_themselves_have_failed_and_are_waited_for():
+    """As when kubelet ends a head that did not start in time: it drains, and the others with it."""
+    made = served()
+    ended = made.now
+    made.change(0, phase="Succeeded", engine=container(running=False, exit_code=0))
+    made.run(5)
+    assert made.counts() == {"PodFailed": 1}
+    assert list(made.pods) == ["qwen-0"]
+    made.run(20)
+    assert made.made[2][:2] == (ended + 10, "qwen-0")
+    made.serve()
+    made.change(0, phase="Succeeded", engine=container(running=False, exit_code=0))
+    made.run(15)
+    assert len(made.made) == 4, "twice the pause"
+    made.run(10)
+    assert len(made.made) == 6
+    assert made.counts() == {"PodFailed": 2}
+
+
+def test_a_follower_of_another_head_goes_alone_and_is_made_anew():
+    made = world()
+    made.settle()
+    made.change(1, group="an-earlier-head")
+    made.settle()
+    assert [name for _, name, _, _ in made.removed] == ["qwen-1"]
+    assert len(made.made) == 2, "its name is taken still"
+    made.run(1)
+    assert made.pods["qwen-1"].group == made.pods["qwen-0"].uid
+    assert len(made.made) == 3
+
+
 def test_a_pod_that_is_gone_without_a_word_takes_the_group_along():
     made = served(nodes=3)
     del made.pods["qwen-1"]

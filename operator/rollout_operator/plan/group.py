@@ -17,6 +17,7 @@ from rollout_operator.plan.restarts import (
     end_of,
     exhausted,
     given_up,
+    has_failed,
     missing_ranks,
     next_start,
 )
@@ -132,7 +133,8 @@ def _end_all(
     pods = _pods(seen)
     why = end or End(reason=Reason.POD_REPLACING, message="the group ends", failure=False)
     start = max((p.created + MIN_LIFE_S for p in pods if p.over), default=now)
-    if end is not None and end.failure and counted is not None:
+    failed = end.failure if end is not None else has_failed(counted, seen)
+    if failed and counted is not None:
         start = next_start(spec.restart_policy, counted)
     message = f"{why.message}; the pods of all nodes are replaced"
     if start > now:

@@ -57,8 +57,8 @@ def end_of(seen: Seen) -> End | None:
         (member, end)
         for member in members
         if (end := _end(member, lost=_on_lost_node(seen, member))) is not None
-        # a head that has drained since another was asked to end has done what it should
-        and not (len(members) > 1 and asked and member.phase == "Succeeded")
+        # one that has drained since another was asked to end, or is gone, has done what it should
+        and not (member.phase == "Succeeded" and (asked or len(members) < seen.nodes))
     ]
     if not ends:
         return _vanished(seen)
@@ -73,6 +73,16 @@ def group_of(seen: Seen) -> tuple[PodSeen, ...]:
     if seen.pod is None:
         return seen.followers
     return (seen.pod, *(pod for pod in seen.followers if pod.group == seen.pod.uid))
+
+
+def has_failed(counted: Restarts | None, seen: Seen) -> bool:
+    """Tell whether the present pods' end was counted as a failure of their own."""
+    members = group_of(seen)
+    if counted is None or not members:
+        return False
+    uid = members[0].group or members[0].uid
+    own = (Reason.POD_FAILED, Reason.ENGINE_FAILED, Reason.OOM_KILLED)
+    return (counted.pod_uid, counted.pod_ended) == (uid, True) and counted.last_reason in own
 
 
 def missing_ranks(spec: RolloutSpec, seen: Seen) -> tuple[int, ...]:
