@@ -35,6 +35,7 @@ def manifest(data: Path) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "multi-node.yaml").read_text())
     found["spec"]["template"]["spec"]["volumes"][0]["hostPath"]["path"] = str(data)
     found["spec"]["restartPolicy"] = {"backoffSeconds": 0, "backoffLimitSeconds": 0}
+    found["spec"]["drainTimeoutSeconds"] = 0
     return found
 
 

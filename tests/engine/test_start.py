@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_pod.engine.base import EngineError, EngineStartError
+from rollout_pod.engine.base import EngineError, EngineStartError, Node
 from rollout_pod.engine.processes import engine_children
 from tests.support.engine_kit import checkpoint, engine_of, settings
 
@@ -25,9 +25,9 @@ pytestmark = [
 ]
 
 
-async def refused(model, *args, staging="Host") -> str:
+async def refused(model, *args, staging="Host", node: Node | None = None) -> str:
     with settings(model, *args) as given:
-        engine = engine_of(replace(given, staging=staging))
+        engine = engine_of(replace(given, staging=staging, node=node))
         with pytest.raises(EngineStartError) as caught:
             await engine.start()
         assert engine_children(frozenset()) == []
@@ -50,11 +50,28 @@ async def test_a_folder_that_is_no_model(tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (["-tp=2", "--nnodes=3"], "--nnodes cannot be set; set spec.nodes"),
+        (["-tp=2", "--node-rank=1"], "--node-rank cannot be set with nodes above 1"),
+        (["-tp=2", "--master-addr=10.0.0.1"], "--master-addr cannot be set"),
+        (["-tp=2", "--distributed-executor-backend=uni"], "--distributed-executor-backend cannot"),
+        (["-tp=2", "-dp=2"], "--data-parallel-size above 1 works on one node only"),
+        (["-tp=3"], "is 3: with 2 nodes it must be a multiple of that"),
+    ],
+)
+async def test_what_the_place_of_a_node_does_not_allow(args, words):
+    place = Node(rank=0, count=2, host="127.0.0.1", head="127.0.0.1", port=29500)
+    assert words in await refused(checkpoint("dense", 0), *args, node=place)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
         (["--no-such-thing=3"], "--no-such-thing=3"),
         (["--tensor-parallel-size=two"], "--tensor-parallel-size"),
         (["--worker-extension-cls=a.B"], "--worker-extension-cls cannot be set"),
         (["--model=other"], "--model cannot be set"),
         (["--stream-interval=2"], "--stream-interval must be 1"),
+        (["--nnodes=2"], "--nnodes cannot be set; set spec.nodes"),
         (["--enable-sleep-mode"], "Sleep mode is not supported"),
         (["--max-model-len=99999"], "max_model_len (99999) is greater"),
         # that the CPU build does not have: experts are told of on a GPU only

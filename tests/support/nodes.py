@@ -24,13 +24,6 @@ class TwoNodes:
         self.head.start()
         self.node.start()
 
-    def restart(self, group: str) -> None:
-        """As the operator does: both are gone, and the next ones are of another group."""
-        for pod in (self.head, self.node):
-            assert pod.process and pod.process.poll() is not None
-        self.head.start(f"--group={group}", "--keep-state")
-        self.node.start(f"--group={group}")
-
 
 @contextmanager
 def two_nodes(model: Path, *options: str, engine_args: tuple[str, ...]) -> Iterator[TwoNodes]:
