@@ -131,7 +131,7 @@ async def start_long(pod: Pod, n: int = 4) -> list["asyncio.Task[GenerateRespons
 @asynccontextmanager
 async def running_pod(
     folder: Path, *, engine: FakeEngine | None = None, agent: FakeAgent | None = None,
-    first: DesiredDocument | None = None, drain_timeout_s: float = 5.0, **more: float,
+    first: DesiredDocument | None = None, drain_timeout_s: float = 5.0, **more: Any,
 ) -> AsyncIterator[Pod]:  # fmt: skip
     """A pod that runs; nothing of it is left behind."""
     engine, agent = engine or FakeEngine(), agent or FakeAgent()
