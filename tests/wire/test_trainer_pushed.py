@@ -17,7 +17,6 @@ from examples.tiny_models import make
 from rollout_client.trainer import (
     Asleep,
     Refused,
-    ReplicaTarget,
     ServerAdapter,
     Superseded,
     UpdateFailed,
@@ -25,41 +24,20 @@ from rollout_client.trainer import (
 )
 from rollout_pod.weights.fill import spec_of
 from tests.support.local_pods import Local
-from tests.support.operator_kit import Bench, bench, running_status
-from tests.support.weights import make_place, mixed_tensors, same
+from tests.support.operator_kit import Bench, bench
+from tests.support.pushed_replica import adapter_of, replica, target_of
+from tests.support.weights import mixed_tensors, same
 
 pytestmark = pytest.mark.timeout(180)
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "colocated_trainer.py"
 
 
-def adapter_of(b: Bench, target: ReplicaTarget, **settings) -> ServerAdapter:
-    return ServerAdapter(target, **{"timeout_s": 15, "server": b.server.url, **settings})
-
-
-@asynccontextmanager
-async def replica(b: Bench, **traits) -> AsyncIterator[Local]:
-    """One that takes versions from a trainer."""
-    b.apply(weights={"source": {"push": {}}})
-    await b.until(lambda: b.server.get("pods", "qwen-0"), "the pod")
-    with make_place() as place:
-        pod = Local(place, host="127.0.0.2", port=b.port, token=b.token(), **traits)
-        try:
-            await pod.boot(first=None)
-            b.server.change("pods", "qwen-0", {"status": running_status(pod.host)})
-            await b.ready("Serving")
-            yield pod
-        finally:
-            await pod.kill()
-
-
 @asynccontextmanager
 async def pushed_replica(b: Bench, **settings) -> AsyncIterator[tuple[Local, ServerAdapter]]:
     """A replica and its trainer."""
-    async with replica(b) as pod:
-        target = ReplicaTarget(name="qwen", namespace="ns", run_dir=pod.run_dir)
-        async with adapter_of(b, target, **settings) as adapter:
-            yield pod, adapter
+    async with replica(b) as pod, adapter_of(b, target_of(pod), **settings) as adapter:
+        yield pod, adapter
 
 
 async def test_a_version_is_pushed_and_the_replica_says_so() -> None:
@@ -98,20 +76,22 @@ async def test_two_adapters_race_and_the_last_writer_of_the_replica_wins() -> No
             yield pair
 
     specs = [spec_of(*pair) for pair in mixed_tensors(1).items()]
-    async with bench() as b, pushed_replica(b, manager="one") as (pod, one):
-        target = ReplicaTarget(name="qwen", namespace="ns", run_dir=pod.run_dir)
-        async with adapter_of(b, target, manager="two") as two:
-            losing = one.begin_update(slowly, version="v1", manifest=specs)
-            await asyncio.to_thread(reached.wait, 20)
-            winning = two.begin_update(mixed_tensors(2), version="v2")
-            await b.until(lambda: b.server.get("rolloutreplicas", "qwen")["spec"]
-                          .get("weightVersion") == "v2")  # fmt: skip
-            asyncio.get_running_loop().call_later(0.5, go.set)
-            with pytest.raises(Superseded):
-                await losing.wait()
-            assert (await winning.wait())["ns/qwen"].weight_version == "v2"
-            assert same(pod.models[0], mixed_tensors(2))
-            assert b.status()["history"][0]["by"] == "two"
+    async with (
+        bench() as b,
+        pushed_replica(b, manager="one") as (pod, one),
+        adapter_of(b, target_of(pod), manager="two") as two,
+    ):
+        losing = one.begin_update(slowly, version="v1", manifest=specs)
+        await asyncio.to_thread(reached.wait, 20)
+        winning = two.begin_update(mixed_tensors(2), version="v2")
+        await b.until(lambda: b.server.get("rolloutreplicas", "qwen")["spec"]
+                      .get("weightVersion") == "v2")  # fmt: skip
+        asyncio.get_running_loop().call_later(0.5, go.set)
+        with pytest.raises(Superseded):
+            await losing.wait()
+        assert (await winning.wait())["ns/qwen"].weight_version == "v2"
+        assert same(pod.models[0], mixed_tensors(2))
+        assert b.status()["history"][0]["by"] == "two"
 
 
 async def test_a_pod_that_restarts_is_sent_its_version_again(

@@ -361,6 +361,7 @@ async def test_a_trainer_that_is_killed_in_the_middle_and_the_next_one(
     tmp_path: Path, bucket_bytes: int
 ) -> None:
     """With small buckets half of them are loaded by then: a mix, which is never served."""
+    is_mixed = bucket_bytes == 4096
     write_checkpoint(tmp_path / "killed", mixed_tensors(1))
     async with local_pods(2) as pods, adapter_of(*pods) as adapter:
         first = DesiredDocument(owner="local", generation=0, bucket_bytes=bucket_bytes)
@@ -375,12 +376,15 @@ async def test_a_trainer_that_is_killed_in_the_middle_and_the_next_one(
         )  # fmt: skip
         try:
             assert await trainer.stdout.readline() == b"middle\n"
-            await pod.pod.until(lambda s: s.phase == "Updating")
+            async with asyncio.timeout(20):
+                while "load killed" not in pod.engine.calls or (
+                    is_mixed and len(pod.models[0]) not in range(1, len(mixed_tensors(1)))
+                ):
+                    await asyncio.sleep(0.01)
         finally:
             trainer.kill()
             await trainer.wait()
         state = await pod.pod.until(lambda s: s.needs == "killed" and s.phase != "Updating")
-        is_mixed = bucket_bytes == 4096
         assert state.phase == ("Poisoned" if is_mixed else "Serving")
         assert state.weight_version == (None if is_mixed else "before")
         assert holds(other, "before", mixed_tensors(2))
