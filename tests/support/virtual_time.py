@@ -60,12 +60,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextmanager
 def clock_of(loop: VirtualLoop) -> Iterator[None]:
-    """Inside, the modules of pod and operator read the loop's clock."""
+    """Inside, the modules of pod, operator and client read the loop's clock."""
     clock = SimpleNamespace(monotonic=loop.time, time=loop.time, perf_counter=loop.time)
     modules = [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith(("rollout_pod.", "rollout_operator."))
+        if name.startswith(("rollout_pod.", "rollout_operator.", "rollout_client."))
         and getattr(module, "time", None) is time
     ]
     for module in modules:
