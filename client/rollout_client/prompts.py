@@ -4,6 +4,7 @@ Takes what verl's ``normalize_token_ids`` takes, of which nothing is imported: a
 are known by ``tolist``, tokenizer output by ``input_ids``.
 """
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -47,15 +48,19 @@ def normalize_token_ids(prompt: Any) -> list[int]:
 
 
 def _is_row(value: Any) -> bool:
+    """An array of one element is a token, as verl has it."""
     if isinstance(value, list | tuple):
         return True
-    return len(getattr(value, "shape", ())) > 0
+    return math.prod(getattr(value, "shape", ())) != 1
 
 
 def _token(position: int, value: Any) -> int:
     try:
-        if isinstance(value, bool):
+        if _is_row(value):
             raise TypeError
-        return operator.index(value)
+        found = value.item() if hasattr(value, "item") else value
+        if isinstance(found, bool):
+            raise TypeError
+        return operator.index(found)
     except TypeError:
         raise ValueError(f"prompt_ids.{position}: {value!r} is no token id") from None

@@ -283,6 +283,7 @@ def test_a_prompt_of_the_libraries_themselves():
     check_prompt([np.int64(1), np.int32(2)])
     check_prompt(torch.tensor([[1, 2]]))
     check_prompt([torch.tensor(1), torch.tensor(2)])
+    check_prompt([torch.tensor([1]), np.array([[2]])])
     check_prompt(BatchEncoding({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}))
     check_prompt(BatchEncoding({"input_ids": torch.tensor([[1, 2]])}))
 
