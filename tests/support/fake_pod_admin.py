@@ -33,6 +33,8 @@ class FakePodAdmin:
         self.puts = 0
         self.missing: set[str] = set()
         """Versions that cannot be fetched."""
+        self.prefetched: asyncio.Event | None = None
+        """Updates wait for it while the old version serves on."""
         self.hold: asyncio.Event | None = None
         """Updates wait for it after the gate closed."""
         self.bearers: set[str | None] = set()
@@ -130,6 +132,10 @@ class FakePodAdmin:
                 message = f"{target.source.path if target.source else ''}: no such folder"
                 await self.become(update=update.model_copy(update={"message": message}))
                 return
+            if self.prefetched is not None:
+                fetching = update.model_copy(update={"phase": UpdatePhase.PREFETCHING})
+                await self.become(update=fetching)
+                await self.prefetched.wait()
             await self.become(
                 phase=PodPhase.UPDATING,
                 gate=GateState.CLOSED,

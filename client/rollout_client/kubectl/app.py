@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -23,6 +23,7 @@ from rollout_client.kube.sync import SyncChange
 from rollout_client.kubectl import plan
 
 MANAGER = "kubectl-rr"
+_SPINNER_WIDTH: Final = 2
 
 
 class Exit(IntEnum):
@@ -208,11 +209,17 @@ def _follow(change: SyncChange, wait: bool, timeout: float, done: str) -> None:
 @contextmanager
 def _live(console: Console) -> Iterator[Callable[[str], Any]]:
     """One line that changes; where nobody watches, each news on a line of its own."""
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:
         yield lambda line: console.print(Text(line))
         return
     with console.status("waiting") as spinner:
-        yield lambda line: spinner.update(Text(line, overflow="ellipsis", no_wrap=True))
+
+        def told(line: str) -> None:
+            text = Text(line)
+            text.truncate(console.width - _SPINNER_WIDTH, overflow="ellipsis")
+            spinner.update(text)
+
+        yield told
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
