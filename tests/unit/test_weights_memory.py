@@ -5,14 +5,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgpack
 import pytest
+import torch
 import zmq
 
 from rollout_pod.weights import agent_wire, transport, wire
+from rollout_pod.weights.buckets import make_plan
+from rollout_pod.weights.fill import Filler, SegmentRing, spec_of
+from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.segment import AttachError, RoomError, Segment, attach
 from rollout_pod.weights.slots import SlotKey, Slots
@@ -203,3 +209,31 @@ def test_the_agent_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_of_what_comes_one_after_another_few_are_alive_however_large_a_bucket_is(
+    tmp_path: Path,
+) -> None:
+    """Else a trainer that gathers its shards would hold a bucket of whole tensors beside the bucket."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(40):
+            alive.append(sum(ref() is not None for ref in made))
+            tensor = torch.full((100,), float(number))
+            made.append(weakref.ref(tensor))
+            yield f"t{number}", tensor
+
+    specs = tuple(spec_of(f"t{n}", torch.empty(100)) for n in range(40))
+    (bucket,) = make_plan(specs, 1 << 20).buckets
+    ring = SegmentRing(tmp_path, "r", 1 << 20)
+    try:
+        Filler(gathered(), Manifest("v", specs), ring).fill(bucket, 0)
+        for entry in bucket.entries:
+            piece = ring.view(entry.offset, entry.nbytes).view(torch.float32)
+            assert piece.tolist() == [float(entry.tensor)] * 100
+            del piece
+    finally:
+        ring.close()
+    assert max(alive) <= 2

@@ -209,11 +209,13 @@ class Filler:
             tensor = self._tensor
             if not nbytes:
                 continue
-            alive.append(tensor)
             if tables is not None and tensor.device == tables.where:
+                alive.append(tensor)
                 target = tables.address + base + offset
                 copies.append(Copy(tensor.data_ptr() + start, target, nbytes))
             else:
+                if tensor.is_cuda:  # else it is copied at once: a bucket of them would be held
+                    alive.append(tensor)
                 data = tensor.detach().reshape(-1).view(torch.uint8)[start : start + nbytes]
                 _copy(self._ring.view(base + offset, nbytes), data)
         if copies and tables is not None:
