@@ -67,7 +67,10 @@ async def cluster_replicas(model: Any, *, count: int = 2) -> AsyncIterator[Repli
 
 
 def _cluster() -> Cluster:
-    settings = load_settings(os.environ)
+    try:
+        settings = load_settings(os.environ)
+    except ValueError as error:
+        raise RunError(str(error)) from error
     if settings.external:
         raise RunError(
             "weights go by a folder that the nodes and this machine share: run it on the dev "

@@ -30,7 +30,7 @@ class Process:
         """As the containers of one pod have it, of which there is one at a time."""
         self.probe_port, self.metrics_port = free_port(), free_port()
         self.kubeconfig = folder / "kubeconfig"
-        self.kubeconfig.write_text(json.dumps(_kubeconfig(url or bench.server.url)))
+        self.kubeconfig.write_text(json.dumps(kubeconfig(url or bench.server.url)))
         self.child: asyncio.subprocess.Process | None = None
 
     async def start(self, **more: str) -> None:
@@ -77,12 +77,14 @@ class Process:
             return ""
 
 
-def _kubeconfig(url: str) -> dict[str, object]:
+def kubeconfig(url: str, *, namespace: str | None = None) -> dict[str, object]:
+    """Of a plain address."""
+    context = {"cluster": "fake", "user": "fake"} | ({"namespace": namespace} if namespace else {})
     return {
         "apiVersion": "v1",
         "kind": "Config",
         "current-context": "fake",
         "clusters": [{"name": "fake", "cluster": {"server": url}}],
         "users": [{"name": "fake", "user": {"token": "t"}}],
-        "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "fake"}}],
+        "contexts": [{"name": "fake", "context": context}],
     }

@@ -25,6 +25,7 @@ from rollout_client.trainer import (
 from rollout_pod.weights.fill import spec_of
 from tests.support.local_pods import Local
 from tests.support.operator_kit import Bench, bench
+from tests.support.operator_process import kubeconfig
 from tests.support.pushed_replica import adapter_of, replica, target_of
 from tests.support.weights import mixed_tensors, same
 
@@ -111,15 +112,8 @@ async def test_a_pod_that_restarts_is_sent_its_version_again(
 async def test_the_colocated_example_trains_pushes_and_parks(tmp_path: Path) -> None:
     """examples/colocated_trainer.py; tests/cluster runs it in a real pod, beside the real engine."""
     make(tmp_path / "base")
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "c",
-        "users": [{"name": "u", "user": {}}],
-        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "ns"}}],
-    }
     async with bench() as b:
-        config["clusters"] = [{"name": "c", "cluster": {"server": b.server.url}}]
+        config = kubeconfig(b.server.url, namespace="ns")
         (tmp_path / "kubeconfig").write_text(json.dumps(config))
         expected = load_file(tmp_path / "base" / "model.safetensors")
         async with replica(b, expected=expected) as pod:
