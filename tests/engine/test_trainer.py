@@ -1,6 +1,7 @@
 """The trainer's adapter and two whole pods: real engines, real processes."""
 
 import gc
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from rollout_client.trainer import PodTarget, SyncServerAdapter
 from tests.support.engine_kit import checkpoint, prompts, tensors_of
@@ -17,7 +19,8 @@ from tests.support.process import ServeProcess, serve_process
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(270)]
 
 PROMPT = prompts(1)[0]
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "trainer_process.py"
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SCRIPT, FSDP = SUPPORT / "trainer_process.py", SUPPORT / "trainer_fsdp.py"
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,52 @@ def test_a_pod_that_restarts_is_sent_its_version_again(
         assert state.committed.source.push is not None
         assert says(pod, 2)
         assert says(other, 2)
+
+
+def test_a_model_that_fsdp_shards_over_two_processes(
+    pods: list[ServeProcess], tmp_path: Path
+) -> None:
+    """It is trained for a step before each push, by both; the engine says what transformers does then."""
+    pod, world, base = pods[0], 2, checkpoint("dense", 0)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(FSDP), str(rank), str(world), str(tmp_path / "store"),
+             f"http://{pod.admin}", str(pod.run_dir), str(base), str(tmp_path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=FSDP.parents[2],
+            env={"PYTHONPATH": ".", "HF_HUB_OFFLINE": "1"},
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        before = tensors_of(base)
+        size = sum(tensor.numel() for tensor in before.values())
+        for step in (1, 2):
+            first, second = (json.loads(rank.stdout.readline()) for rank in ranks)
+            assert (first["versions"], second["versions"]) == ([f"step-{step}"], [])
+            assert first["sharded"] == first["gathered"] == second["gathered"] == len(before)
+            assert first["held"] + second["held"] == size, "each holds a half"
+            # one after another: a model is never whole in a trainer's process
+            assert max(first["alive"], second["alive"]) <= 4 < len(before) // 5
+            assert first["loss"] != second["loss"]
+            pushed = tmp_path / f"step-{step}"
+            after = tensors_of(pushed)
+            assert not any(torch.equal(after[name], before[name]) for name in before)
+            rollout = pod.generate(PROMPT, 24)
+            assert pod.is_greedy(pushed, PROMPT, rollout)
+            assert {(s.version, s.step) for s in rollout.weight_versions} == {
+                (f"step-{step}", step)
+            }
+            before = after
+            for rank in ranks:
+                rank.stdin.write("\n")
+                rank.stdin.flush()
+        assert [rank.wait(30) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdin.close()
+            rank.stdout.close()
 
 
 def test_memory_is_flat_over_many_updates(pods: list[ServeProcess]) -> None:
