@@ -1,4 +1,4 @@
-"""``rollout_client.kube`` and ``kubectl rr`` on the real cluster: what only it can tell is who asked."""
+"""Who asks for a version on the real cluster: ``rollout_client.kube``, ``kubectl rr``, trainers' adapters."""
 
 import asyncio
 import os
@@ -13,14 +13,16 @@ import pytest
 from devcluster.client import Cluster
 from examples.tiny_models import make
 from rollout_client.kube import Kube, ReplicaSelector, Superseded
-from tests.support.replica import Replica, install_operator
+from rollout_client.trainer import ReplicaTarget, ServerAdapter
+from rollout_client.trainer import Superseded as AdapterSuperseded
+from tests.support.replica import Replica, in_flight, install_operator
 
 
 @pytest.fixture
 def replica(cluster: Cluster, namespace: str) -> Iterator[Replica]:
     assert cluster.data, "name a folder that the nodes share in DEVCLUSTER_DATA"
     folder = cluster.data / f"client-{uuid.uuid4().hex[:6]}"
-    for seed, version in enumerate(("base", "step-1", "step-2")):
+    for seed, version in enumerate(("base", *(f"step-{n}" for n in range(1, 5)))):
         make(folder / version, seed=seed)
     install_operator(cluster, namespace)
     yield Replica(cluster, namespace, folder)
@@ -76,4 +78,44 @@ async def test_who_asked_is_told_and_the_last_writer_wins(
         assert all(u["startedAt"] <= u["finishedAt"] for u in history)
         lines = (await rr("history", "tiny")).splitlines()
         assert len(lines) == len(history) + 1
+        await adapters_race(replica)
         await (await tiny.delete()).wait(60)
+
+
+RACES = (("step-3", "step-4"), ("step-1", "step-2"), ("step-3", "step-4"))
+
+
+async def adapters_race(replica: Replica) -> None:
+    """Two trainers ask for different versions at once: the API server's last write wins.
+
+    A request in flight is let end by itself, so that neither version can be there before both were asked for.
+    """
+    replica.patch(interruption={"mode": "Drain", "timeoutSeconds": 100})
+    target = ReplicaTarget(name="tiny", namespace=replica.namespace)
+    name, before = f"{replica.namespace}/tiny", "base"
+    async with (
+        ServerAdapter(target, manager="one", timeout_s=120) as one,
+        ServerAdapter(target, manager="two", timeout_s=120) as two,
+    ):
+        for versions in RACES:
+            rollout = asyncio.create_task(replica.generate([1, 2, 3], 2000))
+            await in_flight(replica, 1)
+            told = await asyncio.gather(
+                one.update_weights(version=versions[0]),
+                two.update_weights(version=versions[1]),
+                return_exceptions=True,
+            )
+            body = await asyncio.to_thread(replica.get)
+            won = versions.index(body["spec"]["weightVersion"])
+            assert told[won][name].weight_version == versions[won]
+            assert isinstance(told[1 - won], AdapterSuperseded), told
+            newest = body["status"]["history"][0]
+            assert (newest["version"], newest["phase"], newest["by"]) == (
+                versions[won], "Committed", ("one", "two")[won],
+            )  # fmt: skip
+            assert body["status"]["weightVersion"] == versions[won]
+            # the rollout is whole, and of no version but the one before
+            said = await rollout
+            assert (len(said.token_ids), said.attempts) == (2000, 1)
+            assert {span.version for span in said.weight_versions} == {before}
+            before = versions[won]
