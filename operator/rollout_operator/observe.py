@@ -35,7 +35,7 @@ from rollout_operator.plan.observed import (
     ownership,
     pod_seen,
 )
-from rollout_operator.plan.restarts import OVERDUE_S
+from rollout_operator.plan.restarts import depends_on_node
 
 log = structlog.get_logger(__name__)
 
@@ -132,8 +132,8 @@ class Observer:
         return node is not None and node.lost
 
     async def _node(self, pod: PodSeen | None, now: float) -> NodeState | None:
-        """Ask for the node of a pod that should be gone: is there a kubelet to end it?"""
-        if pod is None or not pod.deleting or now < pod.delete_by + OVERDUE_S or not pod.node:
+        """Ask for the node of a pod that goes: is there a kubelet to end it?"""
+        if pod is None or not depends_on_node(pod, now):
             return None
         try:
             return node_state(await self._kube.get(NODES, "", pod.node))

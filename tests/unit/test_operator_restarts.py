@@ -24,7 +24,7 @@ from rollout_operator.plan.observed import (
     pod_seen,
 )
 from rollout_operator.plan.plan import make_plan
-from rollout_operator.plan.restarts import OVERDUE_S, end_of, next_start
+from rollout_operator.plan.restarts import OVERDUE_S, depends_on_node, end_of, next_start
 from rollout_operator.plan.status import render_status
 from rollout_pod.protocol import PodPhase
 from tests.support.operator_objects import (
@@ -436,6 +436,64 @@ def test_a_pod_on_a_lost_node_is_given_up_when_its_end_is_overdue():
     assert [(reason, force) for _, reason, force in world.removed] == [(Reason.NODE_LOST, True)]
     assert world.counts() == {"NodeLost": 1}
     assert len(world.made) == 2
+
+
+@pytest.mark.parametrize(
+    ("what", "late", "expected"),
+    [
+        (pod(), 1000, False),
+        (going(), 0, False),
+        (going(), 45 + OVERDUE_S, True),
+        (going(node=""), 1000, False),  # it never had one
+        (going(disruption="DeletionByTaintManager"), 0, True),
+        (pod(disruption="DeletionByTaintManager"), 0, False),
+        (going(disruption="EvictionByEvictionAPI"), 0, False),
+    ],
+)
+def test_whose_node_is_asked_for(what: PodSeen, late: float, expected: bool):
+    assert depends_on_node(what, NOW + late) is expected
+
+
+def test_a_pod_that_the_taint_of_a_lost_node_ends_says_so_and_waits_its_time():
+    world = served()
+    assert world.what.pod is not None
+    ends = replace(
+        world.what.pod,
+        ready=False,
+        deleting=True,
+        delete_by=world.now + 16,
+        disruption="DeletionByTaintManager",
+        disruption_message="deleting due to NoExecute taint",
+    )
+    given_up = world.now + 16 + OVERDUE_S
+    world.what = seen(ends, node=NodeState.NOT_READY)
+    world.settle()
+    assert world.reason() == ("False", Reason.NODE_LOST)
+    ready = world.replica.status.condition(ConditionType.READY)
+    assert ready is not None
+    assert f"its node {ends.node} is lost" in ready.message and rfc3339(given_up) in ready.message
+    world.run(16 + OVERDUE_S - 1)
+    assert world.removed == []
+    world.run(1)
+    assert world.removed == [(given_up, Reason.NODE_LOST, True)]
+    assert world.counts() == {"NodeLost": 1} and world.restarts.consecutive == 0
+
+
+def test_a_node_that_comes_back_in_time_ends_its_pod_itself():
+    world = served()
+    assert world.what.pod is not None
+    ends = replace(
+        world.what.pod, deleting=True, delete_by=world.now + 16, disruption="DeletionByTaintManager"
+    )
+    world.what = seen(ends, node=NodeState.NOT_READY)
+    world.run(30)
+    world.what = seen(ends, node=NodeState.READY)
+    world.run(1000)
+    assert world.removed == [], "that is kubelet's to do"
+    world.what = seen()
+    world.settle()
+    world.serve()
+    assert world.counts() == {"NodeLost": 1} and len(world.made) == 2
 
 
 def test_a_fenced_pod_is_counted_and_goes_while_it_is_still_listened_to():

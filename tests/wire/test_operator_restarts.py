@@ -228,6 +228,31 @@ async def test_a_pod_of_a_lost_node_is_deleted_by_force_and_by_uid():
         assert "GET nodes/n" in before and "GET pods/qwen-0" in before
 
 
+@pytest.mark.parametrize(
+    ("ready", "reason"), [("Unknown", "NodeLost"), ("False", "NodeLost"), ("True", "Evicted")]
+)
+async def test_a_taint_ends_a_pod_and_its_node_tells_why(ready: str, reason: str):
+    async with bench() as b:
+        await b.serving()
+        node = {"status": {"conditions": [{"type": "Ready", "status": ready}]}}
+        b.server.put("nodes", {"metadata": {"name": "n"}, **node})
+        taint = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
+        start = len(b.server.requests)
+        b.server.change(
+            "pods",
+            "qwen-0",
+            {
+                "spec": {"nodeName": "n"},
+                "metadata": {"deletionTimestamp": "2099-01-01T00:00:00Z"},
+                "status": {"conditions": [taint]},
+            },
+        )
+        await b.ready(reason, "False")
+        assert counts(b) == {reason: 1}
+        await b.quiet(1)
+        assert "DELETE pods/qwen-0" not in b.server.writes(start)
+
+
 @pytest.mark.parametrize("node", ["ready", "forbidden", "in trouble"])
 async def test_a_pod_that_lingers_is_left_alone_unless_its_node_is_known_to_be_lost(node: str):
     async with bench() as b:

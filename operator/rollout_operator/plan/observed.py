@@ -156,7 +156,7 @@ class Seen:
     report: Report | None = None
     refusal: Refusal | None = None
     node: NodeState | None = None
-    """Of a pod whose end is overdue; None else: nodes are not watched."""
+    """Of a pod that :func:`restarts.depends_on_node`; None else: nodes are not watched."""
 
 
 def ownership(raw: Raw, *, name: str, uid: str) -> Ownership:

@@ -206,6 +206,8 @@ def _deleting(pod: PodSeen, end: End | None, now: float, *, written: bool) -> Pl
     reason, message = Reason.POD_REPLACING, f"pod {pod.name} drains; a new one follows"
     if end is not None:
         reason, message = end.reason, f"pod {pod.name} ends ({end.message}); a new one follows"
+    if lost:
+        message += f", once the node tells of the end, or at {rfc3339(pod.delete_by + OVERDUE_S)}"
     verdict = Verdict(reason=reason, message=message)
     return Plan(verdict=verdict, requeue_after=DELETING_RETRY_S if written else 0.0)
 

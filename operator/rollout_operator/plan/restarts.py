@@ -19,11 +19,12 @@ from rollout_operator.plan.observed import ContainerSeen, Ownership, PodSeen, Se
 OVERDUE_S: Final = 60.0
 """So long after it must have ended a pod of a lost node is given up."""
 _EVICTED: Final = "Evicted"
+_BY_TAINT: Final = "DeletionByTaintManager"
 _OOM_KILLED: Final = "OOMKilled"
 _SHUTDOWN: Final = frozenset({"Terminated", "NodeShutdown", "Shutdown"})
 _DISRUPTIONS: Final = {
     "EvictionByEvictionAPI": Reason.EVICTED,
-    "DeletionByTaintManager": Reason.EVICTED,
+    _BY_TAINT: Reason.EVICTED,
     "PreemptionByScheduler": Reason.PREEMPTED,
     "DeletionByPodGC": Reason.NODE_LOST,
     "TerminationByKubelet": Reason.NODE_SHUTDOWN,
@@ -38,6 +39,14 @@ class End:
     message: str
     failure: bool
     """Whether the replica itself may be at fault: only these count towards ``maxRestarts``."""
+
+
+def depends_on_node(pod: PodSeen, now: float) -> bool:
+    """Tell whether what becomes of the pod is known only of its node: a taint ends pods of a node
+    that is lost, and of one that a person wants empty.
+    """
+    overdue = now >= pod.delete_by + OVERDUE_S
+    return bool(pod.deleting and pod.node and (overdue or pod.disruption == _BY_TAINT))
 
 
 def end_of(seen: Seen) -> End | None:
