@@ -392,6 +392,8 @@ class FakeApiServer:
         applying = seen.content_type == "application/apply-patch+yaml"
         if raw is None:
             if applying and not seen.subresource:
+                if "uid" in seen.body["metadata"]:
+                    raise Refused(409, "Conflict", "there is no object of this uid")
                 return self._create(seen.resource, _copy(seen.body))
             raise Refused(404, "NotFound", f"{seen.resource} {seen.name} not found")
         if seen.method == "GET":

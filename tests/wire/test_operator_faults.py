@@ -199,6 +199,33 @@ async def test_a_foreign_object_is_reported_and_left_alone(resource: str, name: 
         assert set(b.server.writes()) == {"PATCH rolloutreplicas/qwen/status"}
 
 
+@pytest.mark.parametrize("moment", ["GET", "PATCH"])
+async def test_a_service_that_becomes_somebody_elses_meanwhile_is_not_taken(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rollout_operator.plan.plan.FOREIGN_RETRY_S", 1.0)
+    async with bench() as b:
+        await b.serving()
+        foreign: Json = {}
+
+        def swap(request: Request) -> bool:
+            # after the plan was made, before it is done: at the look before the write, or at the write
+            if str(request) == f"{moment} services/qwen" and not foreign:
+                b.server.remove("services", "qwen")
+                body = {"metadata": {"name": "qwen"}, "spec": {"of": "another"}}
+                foreign.update(b.server.put("services", body))
+            return False
+
+        b.server.faults.append(Fault(swap, 500))
+        b.server.change("services", "qwen", {"spec": {"selector": {"rollout.dev/role": "x"}}})
+        await b.ready("ForeignObject", "False")
+        await b.quiet()
+        assert b.server.get("services", "qwen") == foreign
+        assert not [w for w in b.server.writes() if w.startswith("DELETE")]
+        b.server.remove("services", "qwen")
+        await b.ready("Serving")
+
+
 async def test_a_bad_template_is_refused_with_the_servers_words_and_mended():
     async with bench() as b:
         b.server.admit = _no_typo

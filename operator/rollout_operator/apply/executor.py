@@ -91,11 +91,15 @@ class Executor:
 
     async def _apply_service(self, manifest: Manifest) -> None:
         key = _key(manifest)
-        known = key in self._services
+        known = self._services.get(key)
         found = await reread(self._kube, self._services, SERVICES, key)
-        if found is not None and not known:
-            # somebody was faster: whose it is, the next plan sees
-            return
+        if found is not None:
+            uid = found["metadata"]["uid"]
+            if known is None or known["metadata"]["uid"] != uid:
+                # somebody was faster: whose it is, the next plan sees
+                return
+            # a precondition: never one that takes its place meanwhile
+            manifest = {**manifest, "metadata": {**manifest["metadata"], "uid": uid}}
         self._services.put(await self._kube.apply(SERVICES, *key, manifest))
 
     async def _create_pod(self, action: CreatePod, replica: Replica, memory: Memory) -> None:
