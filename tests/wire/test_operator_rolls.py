@@ -1,15 +1,19 @@
 """Changes of the spec: what replaces the pod and what does not, also when they come too soon."""
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import rollout_operator
 from tests.support.fake_apiserver import Json
 from tests.support.operator_kit import Bench, bench
 from tests.wire.test_operator_process import process
 
+CRD = Path(__file__).parents[2] / "crds" / "rolloutreplica.yaml"
 SOURCE = {"source": {"path": "/ckpt/{version}"}}
 
 
@@ -117,16 +121,65 @@ async def test_ready_speaks_of_the_newest_spec_only_when_a_pod_of_it_serves():
         await b.ready("Serving")
 
 
+NEWER = {
+    "api/spec.py": {
+        "load_timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 3600": "load_timeout_seconds: int = 7",
+        "drain_timeout_seconds: Annotated[int, Field(ge=0, le=86400)] = 30": "drain_timeout_seconds: int = 7",
+        '= "16Gi"': '= "7Gi"',
+        "max_restarts: Annotated[int, Field(ge=0, le=1000)] = 10": "max_restarts: int = 7",
+    },
+    "plan/containers.py": {"STARTUP_PERIOD_S: Final = 5": "STARTUP_PERIOD_S: Final = 7"},
+    "plan/manifests.py": {
+        "GRACE_MARGIN_S: Final = 15": "GRACE_MARGIN_S: Final = 77",
+        "SHM_MARGIN: Final = 1 << 30": "SHM_MARGIN: Final = 1 << 31",
+    },
+}  # fmt: skip
+"""Of the operator's files: what stands there, and what another build has instead."""
+
+
+def newer_build(folder: Path) -> str:
+    """Make another build of the operator; return what to put on the path."""
+    package = Path(rollout_operator.__file__).parent
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, changes in NEWER.items():
+        file = folder / package.name / name
+        text = file.read_text()
+        for old, new in changes.items():
+            assert text.count(old) == 1, f"{name} holds {old!r} no more"
+            text = text.replace(old, new)
+        file.write_text(text)
+    return str(folder)
+
+
+def as_stored(spec: Json, schema: Json) -> Json:
+    """The spec as the API server keeps it: the defaults of the CRD are written down."""
+    whole = {
+        name: property["default"]
+        for name, property in schema.get("properties", {}).items()
+        if "default" in property
+    } | spec
+    return {
+        name: as_stored(value, schema["properties"][name])
+        if isinstance(value, dict) and name in schema.get("properties", {})
+        else value
+        for name, value in whole.items()
+    }
+
+
 async def test_a_newer_build_of_the_operator_with_other_defaults_writes_nothing(tmp_path: Path):
+    crd = yaml.safe_load(CRD.read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     async with process(tmp_path) as operator:
         b = operator.bench
-        b.apply()
+        b.apply(**as_stored({"model": "m", "weights": SOURCE}, schema))
         await b.run_pod()
         await b.ready("Serving")
         await b.quiet()
         await operator.end(signal.SIGTERM)
-        before, start = uid(b), len(b.server.requests)
+        old, start = pod(b), len(b.server.requests)
+        assert old is not None
         await operator.start(
+            PYTHONPATH=newer_build(tmp_path / "newer"),
             ROLLOUT_OPERATOR_DEFAULT_IMAGE="pod:2",
             ROLLOUT_OPERATOR_IMAGE_PULL_POLICY="Always",
             ROLLOUT_OPERATOR_RESYNC_SECONDS="1",
@@ -138,11 +191,14 @@ async def test_a_newer_build_of_the_operator_with_other_defaults_writes_nothing(
             timeout=30,
         )
         assert b.server.writes(start) == []
-        assert uid(b) == before
-        assert (pod(b) or {})["spec"]["containers"][0]["image"] == "pod:1"
-        # the new default counts from the next pod on
+        assert pod(b) == old
+        # the new defaults count from the next pod on
         b.patch(model="other")
         await draining(b)
         b.server.remove("pods", "qwen-0")
         new = await b.until(lambda: pod(b))
-        assert new["spec"]["containers"][0]["image"] == "pod:2"
+        for found, image, period, grace in ((old, "pod:1", 5, 45), (new, "pod:2", 7, 107)):
+            (engine,) = found["spec"]["containers"]
+            assert engine["image"] == image
+            assert engine["startupProbe"]["periodSeconds"] == period
+            assert found["spec"]["terminationGracePeriodSeconds"] == grace
