@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.support.operator_kit import bench
+from tests.support.operator_kit import Bench, bench
 
 SOURCE = {"source": {"path": "/ckpt/{version}"}}
 
@@ -144,13 +144,26 @@ async def test_a_version_that_cannot_be_had_leaves_it_available():
         assert b.status()["weightVersion"] == "step-2"
 
 
+def series(b: Bench) -> list[str]:
+    """The names of what is exported of the replica."""
+    assert b.runtime is not None
+    return [
+        sample.name
+        for family in b.runtime.metrics.registry.collect()
+        for sample in family.samples
+        if sample.labels.get("name") == "qwen"
+    ]
+
+
 async def test_deletion_writes_nothing_and_ends_the_worker():
     async with bench() as b:
         await b.serving()
+        assert series(b)
         start = len(b.server.requests)
         b.server.remove("rolloutreplicas", "qwen")
         await b.until(lambda: not b.runtime.metrics.replicas._value.get(), "no worker")
         assert b.server.writes(start) == []
+        assert not series(b)
         assert b.runtime.metrics.polls._value.get() == 0
 
 
