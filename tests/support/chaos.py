@@ -65,7 +65,7 @@ class Chaos(Acts):
 
     async def _settle(self, kubelet: "asyncio.Task[None]") -> None:
         self.site.calm()
-        self.kubelet.paused_until = 0.0
+        self.kubelet.paused_until = self.kubelet.hangs_until = 0.0
         for pod in self.kubelet.pods.values():
             pod.refuses_until = pod.deaf_until = 0.0
             pod.engine.armed.clear()
@@ -103,10 +103,11 @@ class Chaos(Acts):
             ):  # fmt: skip
                 return f"{meta['name']}: {ready}"
             if meta["name"] != "alien":
-                (pod,) = [p for p in self.kubelet.pods.values() if p.replica == meta["name"]] or [
-                    None
-                ]
-                if pod is None or pod.evicted or pod.documents[-1].generation != meta["generation"]:
+                pods = [p for p in self.kubelet.pods.values() if p.replica == meta["name"]]
+                if len(pods) != 1:
+                    return f"{meta['name']}: {len(pods)} pods run"
+                (pod,) = pods
+                if pod.evicted or pod.documents[-1].generation != meta["generation"]:
                     return f"{meta['name']}: its pod was not told generation {meta['generation']}"
                 state = pod.supervisor.board.document()
                 if (state.phase, state.weight_version) != (wanted, status["weightVersion"]):
@@ -160,7 +161,7 @@ class _Collect:
         self._errors = errors
 
     def __call__(self, logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
-        if event.get("exc_info"):
+        if method == "exception" or event.get("exc_info"):
             self._errors.append(f"{event} {traceback.format_exc()}")
         raise structlog.DropEvent
 

@@ -90,6 +90,14 @@ class Acts:
         await asyncio.sleep(self.dice.choice((0.0, 0.1, 3.0)))
         return self.apply(name)
 
+    async def hang_node(self) -> str:
+        """For a moment, or for so long that its pods are given up."""
+        seconds = self.dice.choice((4.0, 30.0, 100.0))
+        held = self.kubelet.hang(seconds)
+        if self.dice.random() < 0.5:
+            await asyncio.sleep(seconds)
+        return f"{seconds:g} s with {held}"
+
     def delete_secret(self) -> str:
         name = f"{self._replica()}-admin"
         if self.server.get("secrets", name):
@@ -227,5 +235,5 @@ def operations() -> list[Callable[[Acts], Awaitable[str] | str]]:
     """Return what may happen; what stands twice happens twice as often."""
     a = Acts
     return [
-        a.patch, a.patch, a.patch, a.patch, a.revert, a.kill_operator, a.stop_operator, a.cut_operator, a.deny_lease, a.outage, a.api_trouble, a.watch_trouble, a.silence, a.pod_trouble, a.kill_container, a.kill_agent, a.break_update, a.evict, a.delete_pod, a.lose_node_of_pod, a.refuse_documents, a.deafen, a.pause_kubelet, a.delete_secret, a.change_service, a.replace_replica,
+        a.patch, a.patch, a.patch, a.patch, a.revert, a.kill_operator, a.stop_operator, a.cut_operator, a.deny_lease, a.outage, a.api_trouble, a.watch_trouble, a.silence, a.pod_trouble, a.kill_container, a.kill_agent, a.break_update, a.evict, a.delete_pod, a.lose_node_of_pod, a.refuse_documents, a.deafen, a.pause_kubelet, a.hang_node, a.delete_secret, a.change_service, a.replace_replica,
     ]  # fmt: skip

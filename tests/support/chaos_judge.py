@@ -1,16 +1,28 @@
 """What an operator must not do, whatever happens to it: judged at every write and document."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from rollout_operator.api import names
+from rollout_operator.api.conditions import Reason
 from rollout_operator.api.spec import RolloutSpec
+from rollout_operator.api.times import unix
 from rollout_operator.plan.manifests import pod_hash
+from rollout_operator.plan.restarts import OVERDUE_S
 from rollout_pod.protocol import BASE_VERSION, DesiredDocument
 from tests.support.chaos_pods import ChaosPod
 from tests.support.chaos_site import Site
 from tests.support.fake_apiserver import Json, Request
 
+_ONLY_CONDITIONS = frozenset(
+    {
+        Reason.SERVING, Reason.PAUSED, Reason.FOREIGN_OBJECT, Reason.POD_UNREACHABLE, Reason.POISONED,
+        Reason.ENGINE_RESTARTING, Reason.ENGINE_FAILED, Reason.DOCUMENT_REFUSED, Reason.UNAUTHORIZED,
+        Reason.WEIGHTS_UNAVAILABLE, Reason.UPDATE_FAILED,
+    }
+)  # fmt: skip
+"""Events of these reasons tell of the condition Ready, and of nothing else."""
 LATE_S = 1.0
 """So long after a spec changed a write may still be on its way that was right before."""
 
@@ -32,6 +44,10 @@ class Judge:
         self._latest: dict[str, int] = {}
         self._gone_at: dict[str, float] = {}
         self._observed: dict[str, int] = {}
+        self._ready: dict[str, str] = {}
+        self._transitions: Counter[tuple[str, str]] = Counter()
+        self._events: Counter[tuple[str, str]] = Counter()
+        self.forced = 0
         self.holder = ""
         self.foreign: list[tuple[str, Json]] = []
 
@@ -51,6 +67,8 @@ class Judge:
     def asks(self, request: Request) -> None:
         """A write arrives: only who holds the Lease may send any."""
         assert request.door == self.holder, f"{request} of {request.door}, {self.holder} holds"
+        if request.method == "DELETE" and request.body.get("gracePeriodSeconds") == 0:
+            self._judge_force(request)
 
     def wrote(self, request: Request) -> None:
         """A write was done."""
@@ -64,7 +82,7 @@ class Judge:
             self._judge_status(request.body)
         elif request.method == "POST" and request.resource == "pods":
             self._judge_creation(request.body)
-        elif request.method == "DELETE":
+        elif request.method == "DELETE" and request.body.get("gracePeriodSeconds") != 0:
             self._judge_deletion(request)
         for resource, body in self.foreign:
             assert self._site.server.get(resource, body["metadata"]["name"]) == body, (
@@ -101,6 +119,25 @@ class Judge:
         wanted = [pod_hash(s) for s in self._specs(uid)]
         assert any(made != one for one in wanted), f"{request}: a pod that was right is deleted"
 
+    def _judge_force(self, request: Request) -> None:
+        raw, now = self._site.server.get("pods", request.name), self._site.clock()
+        wanted = request.body["preconditions"]["uid"]
+        if raw is None or raw["metadata"]["uid"] != wanted:
+            return  # refused
+        self.forced += 1
+        by = unix(raw["metadata"].get("deletionTimestamp"))
+        assert by and now >= by + OVERDUE_S, f"{request}: by force, before its time"
+        node = raw["spec"]["nodeName"]
+        assert now - self._site.kubelet.unready_until(node) <= LATE_S, f"{request}: {node} is well"
+
+    def told(self, request: Request) -> None:
+        """An event was taken: one for each time that the condition became this."""
+        event = request.body
+        key = event["involvedObject"]["uid"], event["reason"]
+        if event["reason"] in _ONLY_CONDITIONS:
+            self._events[key] += 1
+            assert self._events[key] <= self._transitions[key], f"{event['reason']} told again"
+
     def _judge_status(self, body: Json) -> None:
         status, uid = body["status"], body["metadata"]["uid"]
         seen = status.get("observedGeneration", 0)
@@ -108,6 +145,9 @@ class Judge:
         self._observed[uid] = seen
         conditions = {c["type"]: c for c in status["conditions"]}
         ready = conditions["Ready"]
+        if self._ready.get(uid) != ready["reason"]:
+            self._ready[uid] = ready["reason"]
+            self._transitions[uid, ready["reason"]] += 1
         assert ready["reason"] != "InternalError", ready
         assert ready["observedGeneration"] == seen
         if ready["status"] != "True":

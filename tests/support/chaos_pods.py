@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from rollout_operator.api.times import rfc3339
 from rollout_operator.control.pod_client import (
     Fenced,
     PodClient,
@@ -23,6 +24,12 @@ from tests.support.chaos_site import Site
 from tests.support.fake_apiserver import Json
 from tests.support.operator_kit import running_status
 
+NODES = ("n1", "n2")
+"""The first one hangs now and then; the second takes what is made meanwhile."""
+UNREADY_S = 3.0
+TAINT_S = 5.0
+"""After so long the controllers call a node that hangs not ready, and end its pods."""
+TAINT_GRACE_S = 16.0
 SYNC_S = 0.5
 """Kubelet looks at its pods so often, and tells the API server what changed."""
 GRACE_S = 20.0
@@ -31,8 +38,9 @@ GRACE_S = 20.0
 class ChaosPod:
     """One pod: its containers start again where they end, its files outlive them."""
 
-    def __init__(self, site: Site, raw: Json, ip: str, folder: Path) -> None:
+    def __init__(self, site: Site, raw: Json, ip: str, folder: Path, node: str) -> None:
         self._site = site
+        self.node = node
         self.name: str = raw["metadata"]["name"]
         self.uid: str = raw["metadata"]["uid"]
         self.owner: str = raw["metadata"]["ownerReferences"][0]["uid"]
@@ -94,6 +102,28 @@ class ChaosPod:
 
     def evict(self) -> None:
         self.evicted = True
+
+    def lose_touch(self) -> None:
+        """The controllers' part, once its node is not ready."""
+        self._told = {}
+        raw = self._site.server.get("pods", self.name)
+        if self.is_listed and raw is not None and raw.get("status"):
+            unready = [{"type": "Ready", "status": "False"}]
+            self._site.server.change("pods", self.name, {"status": {"conditions": unready}})
+
+    def taint(self) -> None:
+        """The controllers' part, once the pod tolerates it no longer."""
+        raw = self._site.server.get("pods", self.name)
+        if not self.is_listed or raw is None or raw["metadata"].get("deletionTimestamp"):
+            return
+        disruption = {
+            "type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager",
+        }  # fmt: skip
+        conditions = [*((raw.get("status") or {}).get("conditions") or ()), disruption]
+        by = {"deletionTimestamp": rfc3339(self._site.clock() + TAINT_GRACE_S)}
+        self._site.server.change(
+            "pods", self.name, {"metadata": by, "status": {"conditions": conditions}}
+        )
 
     async def end(self) -> None:
         """Nothing of it is left."""
@@ -191,17 +221,73 @@ class Kubelet:
         self.committed: dict[str, set[str]] = {}
         """By replica: what pods that are gone had committed."""
         self.paused_until = 0.0
+        self.hangs_until = 0.0
+        self._hung_at: float | None = None
+        self._steps = 0
+        self._unready = ""
+        self._ready_again = 0.0
+        for node in NODES:
+            site.server.put("nodes", {"metadata": {"name": node}})
+            self._say(node, "True")
+
+    # -- a node that hangs
+
+    def hang(self, seconds: float) -> list[str]:
+        """Nothing of the first node answers or ends for so long; returns its pods."""
+        self.hangs_until = self._site.loop.now + seconds
+        if self._hung_at is None:
+            self._hung_at, self._steps = self._site.loop.now, 0
+        held = [pod for pod in self.pods.values() if pod.node == NODES[0]]
+        for pod in held:
+            pod.deaf_until = max(pod.deaf_until, self.hangs_until)
+        return [pod.name for pod in held]
+
+    def unready_until(self, node: str) -> float:
+        """When the API server last said that it is not ready (unix seconds)."""
+        return self._site.clock() if self._unready == node else self._ready_again
+
+    def _is_held(self, pod: ChaosPod) -> bool:
+        return self._hung_at is not None and pod.node == NODES[0]
+
+    def _say(self, node: str, ready: str) -> None:
+        conditions = [{"type": "Ready", "status": ready}]
+        self._site.server.change("nodes", node, {"status": {"conditions": conditions}})
+
+    def _watch_nodes(self) -> None:
+        """The controllers' part."""
+        if self._hung_at is None:
+            return
+        now, held = self._site.loop.now, [p for p in self.pods.values() if self._is_held(p)]
+        if now >= self.hangs_until:
+            self._hung_at = None
+            if self._unready:
+                self._unready, self._ready_again = "", self._site.clock()
+            self._say(NODES[0], "True")
+            return
+        if self._steps == 0 and now >= self._hung_at + UNREADY_S:
+            self._steps = 1
+            self._unready = NODES[0]
+            self._say(NODES[0], "Unknown")
+            for pod in held:
+                pod.lose_touch()
+        if self._steps == 1 and now >= self._hung_at + TAINT_S:
+            self._steps = 2
+            for pod in held:
+                pod.taint()
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(SYNC_S)
             self._site.server.collect_garbage()
+            self._watch_nodes()
             if self._site.loop.now >= self.paused_until:
                 await self._sync()
 
     async def _sync(self) -> None:
         found = {raw["metadata"]["uid"]: raw for raw in self._site.server.peek("pods")}
         for uid, one in list(self.pods.items()):
+            if self._is_held(one):
+                continue
             if uid not in found or one.gone:
                 await one.end()
                 self.committed.setdefault(one.owner, set()).update(one.committed)
@@ -211,10 +297,15 @@ class Kubelet:
                 if not raw["metadata"].get("ownerReferences"):
                     continue
                 number = next(self._numbers)
-                self.pods[uid] = ChaosPod(
-                    self._site, raw, f"10.0.0.{number}", self._root / str(number)
+                node = NODES[0] if self._hung_at is None else NODES[1]
+                raw = self._site.server.change(
+                    "pods", raw["metadata"]["name"], {"spec": {"nodeName": node}}
                 )
-            await self.pods[uid].sync(raw)
+                self.pods[uid] = ChaosPod(
+                    self._site, raw, f"10.0.0.{number}", self._root / str(number), node
+                )
+            if not self._is_held(self.pods[uid]):
+                await self.pods[uid].sync(raw)
 
     def look(self) -> None:
         for one in self.pods.values():

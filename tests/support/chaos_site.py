@@ -124,7 +124,9 @@ class ChaosKube(KubeApi):
             answer = site.server.handle(request)
         except Refused as refused:
             return KubeError(refused.status, refused.reason, refused.message)
-        if request.write and request.resource != "events" and "dryRun" not in request.query:
+        if request.resource == "events":
+            site.judge.told(request)
+        elif request.write and "dryRun" not in request.query:
             site.judge.wrote(request)
         return answer
 

@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from tests.support import chaos, chaos_acts
+from tests.support.chaos_judge import Judge
 
 SEEDS = int(os.environ.get("CHAOS_SEEDS", "2000"))
 FIRST = int(os.environ.get("CHAOS_FIRST", "0"))
@@ -51,6 +52,17 @@ def test_whatever_happens_the_invariants_hold_and_all_becomes_as_asked(
 
 def test_a_seed_tells_the_same_story_each_time():
     assert chaos.run(7) == chaos.run(7)
+
+
+def test_what_the_judge_finds_in_the_middle_of_a_pass_ends_the_seed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def never(judge: Judge, body: object) -> None:
+        raise AssertionError("no pod may be made")
+
+    monkeypatch.setattr(Judge, "_judge_creation", never)
+    with pytest.raises(chaos.ChaosFailed, match="no pod may be made"):
+        chaos.run(7)
 
 
 def test_every_operation_happens_and_is_told():
