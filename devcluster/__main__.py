@@ -12,7 +12,7 @@ from devcluster.client import connect
 from devcluster.errors import DevclusterError
 from devcluster.external import check_external
 from devcluster.report import Reporter
-from devcluster.settings import Settings, load_settings
+from devcluster.settings import SECOND, Settings, load_settings
 from devcluster.status import look, save_metrics
 
 app = typer.Typer(
@@ -20,6 +20,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+node = typer.Typer(help="A second node beside the first.", no_args_is_help=True)
+app.add_typer(node, name="node")
 # kubectl and helm: everything after the first word goes through untouched, also a `--`
 SCRIPT_WIDTH = 400
 PASS_ON = {
@@ -56,6 +58,26 @@ def down() -> None:
         print("DEVCLUSTER=external: your cluster is left alone")
         return
     teardown.down(settings, Reporter())
+
+
+@node.command("add")
+def add_node() -> None:
+    """Start a second node, and wait until it is ready; it shares address, network and images."""
+    cluster.add_node(_own(), Reporter())
+    print(SECOND.name)
+
+
+@node.command("remove")
+def remove_node() -> None:
+    """Take the second node away, with whatever runs on it."""
+    teardown.remove_node(_own(), Reporter())
+
+
+def _own() -> Settings:
+    settings = _settings()
+    if settings.external:
+        raise DevclusterError("DEVCLUSTER=external: add nodes to your cluster by its own means")
+    return settings
 
 
 @app.command()

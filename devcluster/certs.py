@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from devcluster.settings import API_URL, CONTEXT, NODE_IP, NODE_NAME, SERVICE_IP, Settings
+from devcluster.settings import API_URL, CONTEXT, NODE_IP, NODES, SERVICE_IP, Settings
 
 LIFETIME = datetime.timedelta(days=3650)
 CLOCK_SKEW = datetime.timedelta(hours=1)
@@ -34,14 +34,14 @@ class Identity:
 IDENTITIES = (
     Identity("kube-controller-manager", "system:kube-controller-manager"),
     Identity("kube-scheduler", "system:kube-scheduler"),
-    Identity("kubelet", f"system:node:{NODE_NAME}", "system:nodes"),
+    *(Identity(node.kubelet, f"system:node:{node.name}", "system:nodes") for node in NODES),
     Identity("kube-proxy", "system:kube-proxy"),
     Identity("coredns", "system:coredns"),
     Identity("kubelet-client", "kube-apiserver-kubelet-client"),
 )
 SERVER_NAMES = (
     "localhost",
-    NODE_NAME,
+    *(node.name for node in NODES),
     "kubernetes",
     "kubernetes.default",
     "kubernetes.default.svc",

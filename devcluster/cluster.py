@@ -14,12 +14,13 @@ from devcluster.certs import ensure_certificates
 from devcluster.errors import DevclusterError, failed
 from devcluster.health import ailment, wait_until
 from devcluster.machine import machine_lock, need_root
-from devcluster.node import node
+from devcluster.node import node, second_node
 from devcluster.packages import ensure_packages
 from devcluster.parts import PART_NAMES, Part, control_plane
 from devcluster.report import Reporter
 from devcluster.rights import BOOTSTRAP
-from devcluster.settings import NODE_NAME, Settings
+from devcluster.settings import FIRST, SECOND, Node, Settings
+from devcluster.status import has_second_node
 
 PART_TIMEOUT_S = 180.0
 NODE_TIMEOUT_S = 180.0
@@ -45,16 +46,48 @@ def up(settings: Settings, report: Reporter) -> None:
         _bootstrap_rights(settings, bins)
         snapshotter = _snapshotter(settings)
         images.write_console_scripts(settings)
-        runtime, *others = node(
-            settings, bins, snapshotter=snapshotter, base_spec=_base_spec(settings)
-        )
-        _ensure_part(settings, runtime, report)
-        loaded = (images.pause_image(settings), images.project_image(settings))
-        images.load_images(settings, loaded, snapshotter=snapshotter)
-        for part in others:
-            _ensure_part(settings, part, report)
-        with report.step(f"node {NODE_NAME} ready"):
-            _wait_for_node(settings, bins)
+        spec = _base_spec(settings)
+        parts = node(settings, bins, snapshotter=snapshotter, base_spec=spec)
+        _ensure_node(settings, bins, FIRST, parts, snapshotter, report)
+        if has_second_node(settings):
+            parts = second_node(settings, bins, snapshotter=snapshotter, base_spec=spec)
+            _ensure_node(settings, bins, SECOND, parts, snapshotter, report)
+
+
+def add_node(settings: Settings, report: Reporter) -> None:
+    """Bring up a second node beside the first, or what is missing of it. It stays until
+    ``teardown.remove_node`` or ``down``; ``up`` looks after it, too.
+
+    Raises:
+        DevclusterError: the cluster is not up, or something failed.
+    """
+    need_root()
+    with machine_lock(report):
+        if not settings.kubeconfig.exists():
+            raise DevclusterError("The dev cluster is not up: run `python -m devcluster up`")
+        bins = ensure_binaries(settings, report)
+        snapshotter = _snapshotter(settings)
+        spec = _base_spec(settings)
+        parts = second_node(settings, bins, snapshotter=snapshotter, base_spec=spec)
+        _ensure_node(settings, bins, SECOND, parts, snapshotter, report)
+
+
+def _ensure_node(
+    settings: Settings,
+    bins: Path,
+    which: Node,
+    parts: tuple[Part, ...],
+    snapshotter: str,
+    report: Reporter,
+) -> None:
+    runtime, *others = parts
+    _ensure_part(settings, runtime, report)
+    loaded = (images.pause_image(settings), images.project_image(settings))
+    images.load_images(settings, which, loaded, snapshotter=snapshotter)
+    for part in others:
+        _ensure_part(settings, part, report)
+    with report.step(f"node {which.name} ready"):
+        _wait_for_node(settings, bins, which)
 
 
 def _prepare(settings: Settings) -> None:
@@ -154,7 +187,7 @@ def _bootstrap_rights(settings: Settings, bins: Path) -> None:
 
 def _snapshotter(settings: Settings) -> str:
     """Overlay mounts where the state folder's file system can carry them, else plain copies."""
-    record = settings.containerd / "snapshotter"
+    record = settings.containerd(FIRST) / "snapshotter"
     if record.exists():
         return record.read_text()
     probe = settings.root / "probe"
@@ -202,13 +235,13 @@ def node_ready(found: Mapping[str, Any], since: float) -> bool:
     return False
 
 
-def _wait_for_node(settings: Settings, bins: Path) -> None:
+def _wait_for_node(settings: Settings, bins: Path, which: Node) -> None:
     # what an earlier kubelet wrote does not count
-    since = (settings.part_folder("kubelet") / "record.json").stat().st_mtime
+    since = (settings.part_folder(which.kubelet) / "record.json").stat().st_mtime
 
     def ready() -> bool:
         try:
-            found = json.loads(_kubectl(settings, bins, "get", "node", NODE_NAME, "-o", "json"))
+            found = json.loads(_kubectl(settings, bins, "get", "node", which.name, "-o", "json"))
             # pods cannot be created before the controllers made this one
             _kubectl(settings, bins, "get", "serviceaccount", "default", "-n", "default")
         except DevclusterError:
@@ -216,4 +249,6 @@ def _wait_for_node(settings: Settings, bins: Path) -> None:
         return node_ready(found, since)
 
     if not wait_until(ready, NODE_TIMEOUT_S):
-        raise failed(f"the node is not ready after {NODE_TIMEOUT_S:.0f} s", settings.log("kubelet"))
+        raise failed(
+            f"{which.name} is not ready after {NODE_TIMEOUT_S:.0f} s", settings.log(which.kubelet)
+        )

@@ -20,7 +20,7 @@ from typing import Any
 
 from devcluster.errors import DevclusterError
 from devcluster.network import run
-from devcluster.settings import PAUSE_IMAGE, PROJECT_IMAGES, USER_ID, Settings
+from devcluster.settings import PAUSE_IMAGE, PROJECT_IMAGES, USER_ID, Node, Settings
 
 HOME = "/opt/rollout"
 """Where containers find the project. Not the host's own paths: a checkout below /tmp would vanish
@@ -213,13 +213,16 @@ def missing_names(images: Sequence[Image], listing: str) -> tuple[str, ...]:
     return tuple(n for image in images for n in image.names if (n, image.digest) not in present)
 
 
-def load_images(settings: Settings, images: Sequence[Image], *, snapshotter: str) -> None:
-    """Bring the images into containerd, where they are missing or old.
+def load_images(
+    settings: Settings, node: Node, images: Sequence[Image], *, snapshotter: str
+) -> None:
+    """Bring the images into a node's containerd, where they are missing or old.
 
     Raises:
         DevclusterError: containerd refused one.
     """
-    ctr = ("ctr", "--address", str(settings.containerd_socket), "--namespace", "k8s.io", "images")
+    socket = str(settings.containerd_socket(node))
+    ctr = ("ctr", "--address", socket, "--namespace", "k8s.io", "images")
     missing = missing_names(images, run(*ctr, "list"))
     for image in images:
         if not set(image.names) & set(missing):

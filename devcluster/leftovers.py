@@ -3,13 +3,14 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from devcluster.certs import write_private
 from devcluster.errors import DevclusterError
 from devcluster.network import read_sysctls, run
-from devcluster.settings import CONTEXT, Settings
+from devcluster.settings import CGROUP, CONTEXT, NODES, SECOND, Node, Settings
 
 DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
 CONTAINER_LOGS = Path("/var/log/containers")
@@ -29,6 +30,8 @@ FIXED_FOLDERS = (
 )
 CGROUPS = Path("/sys/fs/cgroup")
 PODS_GROUP = "kubepods"
+SECOND_GROUP = f"{CGROUP}{SECOND.suffix}"
+"""Of the second node's pods; no other program's."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Before:
 def look() -> Before:
     """Look at the machine."""
     absent = [str(folder) for folder in FIXED_FOLDERS if not folder.exists()]
-    if not _pod_groups():
+    if not groups(PODS_GROUP):
         absent.append(PODS_GROUP)
     return Before(read_sysctls(), absent)
 
@@ -72,35 +75,36 @@ def mounts_below(mountinfo: str, folder: str) -> list[str]:
     return points[::-1]
 
 
-def unmount(settings: Settings) -> None:
-    """Unmount everything in the state folder.
+def unmount(folder: Path) -> None:
+    """Unmount everything in a folder.
 
     Raises:
         DevclusterError: something stays mounted, so that the folder must not be deleted.
     """
     mountinfo = Path("/proc/self/mountinfo")
-    for point in mounts_below(mountinfo.read_text(), str(settings.root)):
+    for point in mounts_below(mountinfo.read_text(), str(folder)):
         try:
             run("umount", point)
         except DevclusterError:
             run("umount", "--lazy", point)
-    left = mounts_below(mountinfo.read_text(), str(settings.root))
+    left = mounts_below(mountinfo.read_text(), str(folder))
     if left:
         raise DevclusterError(f"still mounted: {', '.join(left)}; unmount it, then `down` again")
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """What our containerd knows of its containers."""
+    """What a node's containerd knows of its containers."""
 
     ids: tuple[str, ...]
     sockets: tuple[Path, ...]
     """The shims' sockets, which lie outside the state folder."""
 
 
-def tasks(settings: Settings) -> Tasks:
-    """Read containerd's state folder, before it is removed."""
-    folders = sorted((settings.containerd / "state" / "io.containerd.runtime.v2.task").glob("*/*"))
+def tasks(settings: Settings, node: Node) -> Tasks:
+    """Read the state folder of a node's containerd, before it is removed."""
+    state = settings.containerd(node) / "state"
+    folders = sorted((state / "io.containerd.runtime.v2.task").glob("*/*"))
     addresses = [f.read_text().strip() for f in (d / "address" for d in folders) if f.exists()]
     return Tasks(
         tuple(folder.name for folder in folders),
@@ -108,17 +112,32 @@ def tasks(settings: Settings) -> Tasks:
     )
 
 
-def sweep(settings: Settings, before: Before, ran: Tasks) -> None:
-    """Remove our files from the fixed folders, and those folders that did not exist before."""
+def sweep_node(settings: Settings, node: Node, ran: Tasks) -> None:
+    """Remove what a node's containers left in folders that it shares with others."""
     for socket in ran.sockets:
         socket.unlink(missing_ok=True)
     for link in CONTAINER_LOGS.glob("*.log"):
-        if link.is_symlink() and str(link.readlink()).startswith(f"{settings.root}/"):
+        if link.is_symlink() and str(link.readlink()).startswith(f"{settings.pod_logs(node)}/"):
             link.unlink()
     for result in CNI_RESULTS.glob("*"):
         # network-container-interface; containerd's own loopback network has a name of its own
-        if result.name.startswith(f"{CONTEXT}-") or any(i in result.name for i in ran.ids):
+        if any(i in result.name for i in ran.ids):
             result.unlink()
+    for lease in (settings.cni / "leases" / CONTEXT).glob("*.*.*.*"):
+        # its first line is the container's id
+        if set(lease.read_text().split()) & set(ran.ids):
+            lease.unlink()
+    if node == SECOND:
+        for group in groups(SECOND_GROUP):
+            _remove_group(group)
+
+
+def sweep(settings: Settings, before: Before, ran: Mapping[Node, Tasks]) -> None:
+    """Remove our files from the fixed folders, and those folders that did not exist before."""
+    for node in NODES:
+        sweep_node(settings, node, ran[node])
+    for result in CNI_RESULTS.glob(f"{CONTEXT}-*"):
+        result.unlink()
     if str(DEVICE_PLUGINS) in before.absent:
         shutil.rmtree(DEVICE_PLUGINS, ignore_errors=True)
     for folder in FIXED_FOLDERS:
@@ -128,13 +147,14 @@ def sweep(settings: Settings, before: Before, ran: Tasks) -> None:
                 run("umount", point)
             folder.rmdir()
     if PODS_GROUP in before.absent:
-        for group in _pod_groups():
+        for group in groups(PODS_GROUP):
             _remove_group(group)
 
 
-def _pod_groups() -> list[Path]:
+def groups(name: str) -> list[Path]:
+    """Return the cgroups of this name, one for each hierarchy that has it."""
     places = [CGROUPS, *(folder for folder in CGROUPS.iterdir() if folder.is_dir())]
-    return [place / PODS_GROUP for place in places if (place / PODS_GROUP).is_dir()]
+    return [place / name for place in places if (place / name).is_dir()]
 
 
 def _remove_group(group: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the node's parts are started with. Pure, as ``parts`` is."""
+"""What the nodes' parts are started with. Pure, as ``parts`` is."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,16 @@ import yaml
 from devcluster.parts import Part
 from devcluster.settings import (
     BRIDGE,
+    CGROUP,
     CLUSTER_CIDR,
     CONTEXT,
     DOMAIN,
+    FIRST,
     NODE_IP,
-    NODE_NAME,
     PAUSE_IMAGE,
     POD_SUBNET,
+    SECOND,
+    Node,
     Settings,
 )
 
@@ -26,10 +29,18 @@ def node(s: Settings, bins: Path, *, snapshotter: str, base_spec: str) -> tuple[
     ``base_spec`` is the OCI runtime spec (JSON) that every container begins with.
     """
     return (
-        containerd(s, snapshotter=snapshotter, base_spec=base_spec),
-        _kubelet(s, bins),
+        containerd(s, FIRST, snapshotter=snapshotter, base_spec=base_spec),
+        _kubelet(s, FIRST, bins),
         _kube_proxy(s, bins),
         _coredns(s, bins),
+    )
+
+
+def second_node(s: Settings, bins: Path, *, snapshotter: str, base_spec: str) -> tuple[Part, ...]:
+    """Return the containerd and the kubelet of the second node in their order of start."""
+    return (
+        containerd(s, SECOND, snapshotter=snapshotter, base_spec=base_spec),
+        _kubelet(s, SECOND, bins),
     )
 
 
@@ -59,22 +70,23 @@ def pod_network(s: Settings) -> dict[str, Any]:
     }
 
 
-def containerd_config(s: Settings, *, snapshotter: str, base_spec: Path) -> str:
-    """Return containerd's configuration (TOML)."""
+def containerd_config(s: Settings, node: Node, *, snapshotter: str, base_spec: Path) -> str:
+    """Return the configuration (TOML) of a node's containerd."""
+    folder = s.containerd(node)
     cri = 'plugins."io.containerd.grpc.v1.cri"'
     return f"""\
 version = 2
-root = "{s.containerd}/root"
-state = "{s.containerd}/state"
+root = "{folder}/root"
+state = "{folder}/state"
 
 [grpc]
-  address = "{s.containerd_socket}"
+  address = "{s.containerd_socket(node)}"
 
 [metrics]
-  address = "127.0.0.1:10262"
+  address = "127.0.0.1:{10262 + node.port_shift}"
 
 [plugins."io.containerd.internal.v1.opt"]
-  path = "{s.containerd}/opt"
+  path = "{folder}/opt"
 
 [{cri}]
   # without CAP_SYS_RESOURCE no process may lower its own score, and every sandbox would fail
@@ -95,33 +107,33 @@ state = "{s.containerd}/state"
   base_runtime_spec = "{base_spec}"
 
 [{cri}.containerd.runtimes.runc.options]
-  Root = "{s.containerd}/runc"
+  Root = "{folder}/runc"
 """
 
 
-def containerd(s: Settings, *, snapshotter: str, base_spec: str) -> Part:
-    """Return containerd with a root, a state and a socket of its own."""
-    folder = s.part_folder("containerd")
+def containerd(s: Settings, node: Node, *, snapshotter: str, base_spec: str) -> Part:
+    """Return a containerd with a root, a state and a socket of its own."""
+    folder = s.part_folder(node.containerd)
     spec = folder / "base-spec.json"
     config = folder / "config.toml"
     return Part(
-        name="containerd",
+        name=node.containerd,
         argv=("containerd", "--config", str(config)),
         files={
-            config: containerd_config(s, snapshotter=snapshotter, base_spec=spec),
+            config: containerd_config(s, node, snapshotter=snapshotter, base_spec=spec),
             spec: base_spec,
             s.cni / "net.d" / "10-bridge.conflist": json.dumps(pod_network(s), indent=1),
         },
         health=(
-            *("ctr", "--address", str(s.containerd_socket)),
+            *("ctr", "--address", str(s.containerd_socket(node))),
             *("--timeout", "5s", "--namespace", "k8s.io", "containers", "list", "--quiet"),
         ),
-        metrics="http://127.0.0.1:10262/v1/metrics",
+        metrics=f"http://127.0.0.1:{10262 + node.port_shift}/v1/metrics",
     )
 
 
-def kubelet_config(s: Settings) -> dict[str, Any]:
-    """Return the KubeletConfiguration."""
+def kubelet_config(s: Settings, node: Node) -> dict[str, Any]:
+    """Return a node's KubeletConfiguration."""
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -132,17 +144,19 @@ def kubelet_config(s: Settings) -> dict[str, Any]:
         },
         "authorization": {"mode": "Webhook"},
         "address": NODE_IP,
+        "port": 10250 + node.port_shift,
         "healthzBindAddress": "127.0.0.1",
+        "healthzPort": 10248 + node.port_shift,
         "readOnlyPort": 0,
         "tlsCertFile": f"{s.pki}/server.crt",
         "tlsPrivateKeyFile": f"{s.pki}/server.key",
         "cgroupDriver": "cgroupfs",
-        "cgroupRoot": "/",
+        **_cgroups(node),
         "failCgroupV1": False,
         "failSwapOn": False,
-        "containerRuntimeEndpoint": f"unix://{s.containerd_socket}",
-        "podLogsDir": f"{s.root}/pod-logs",
-        "volumePluginDir": f"{s.root}/kubelet/volume-plugins",
+        "containerRuntimeEndpoint": f"unix://{s.containerd_socket(node)}",
+        "podLogsDir": str(s.pod_logs(node)),
+        "volumePluginDir": f"{s.kubelet(node)}/volume-plugins",
         "resolvConf": "/etc/resolv.conf",
         "clusterDomain": DOMAIN,
         "clusterDNS": [NODE_IP],
@@ -158,22 +172,32 @@ def kubelet_config(s: Settings) -> dict[str, Any]:
     }
 
 
-def _kubelet(s: Settings, bins: Path) -> Part:
-    config = s.part_folder("kubelet") / "config.yaml"
+def _cgroups(node: Node) -> dict[str, Any]:
+    """A kubelet removes every pod's cgroup below its root that it does not know, so the second one
+    has a root of its own, which the runtime makes; without levels between, kubelet needs none.
+    """
+    if node == FIRST:
+        return {"cgroupRoot": "/"}
+    root = f"/{CGROUP}{node.suffix}"
+    return {"cgroupRoot": root, "cgroupsPerQOS": False, "enforceNodeAllocatable": ["none"]}
+
+
+def _kubelet(s: Settings, node: Node, bins: Path) -> Part:
+    config = s.part_folder(node.kubelet) / "config.yaml"
     return Part(
-        name="kubelet",
+        name=node.kubelet,
         argv=(
             f"{bins}/kubelet",
             f"--config={config}",
-            f"--kubeconfig={s.pki}/kubelet.kubeconfig",
-            f"--root-dir={s.root}/kubelet",
-            f"--cert-dir={s.root}/kubelet/pki",
-            f"--hostname-override={NODE_NAME}",
+            f"--kubeconfig={s.pki}/{node.kubelet}.kubeconfig",
+            f"--root-dir={s.kubelet(node)}",
+            f"--cert-dir={s.kubelet(node)}/pki",
+            f"--hostname-override={node.name}",
             f"--node-ip={NODE_IP}",
         ),
-        files={config: yaml.safe_dump(kubelet_config(s))},
-        health="http://127.0.0.1:10248/healthz",
-        metrics=f"https://{NODE_IP}:10250/metrics",
+        files={config: yaml.safe_dump(kubelet_config(s, node))},
+        health=f"http://127.0.0.1:{10248 + node.port_shift}/healthz",
+        metrics=f"https://{NODE_IP}:{10250 + node.port_shift}/metrics",
     )
 
 
@@ -186,7 +210,7 @@ def kube_proxy_config(s: Settings) -> dict[str, Any]:
         "clientConnection": {"kubeconfig": f"{s.pki}/kube-proxy.kubeconfig"},
         "bindAddress": NODE_IP,
         "clusterCIDR": CLUSTER_CIDR,
-        "hostnameOverride": NODE_NAME,
+        "hostnameOverride": FIRST.name,
         # zero: leave the machine's own settings alone
         "conntrack": {
             "maxPerCore": 0,

@@ -11,6 +11,7 @@ from pathlib import Path
 from devcluster.settings import (
     CLUSTER_CIDR,
     DOMAIN,
+    FIRST,
     NODE_IP,
     SERVICE_CIDR,
     Settings,
@@ -123,7 +124,7 @@ def _controllers(s: Settings, bins: Path) -> Part:
             "--allocate-node-cidrs=true",
             f"--cluster-cidr={CLUSTER_CIDR}",
             f"--service-cluster-ip-range={SERVICE_CIDR}",
-            f"--flex-volume-plugin-dir={s.root}/kubelet/volume-plugins",
+            f"--flex-volume-plugin-dir={s.kubelet(FIRST)}/volume-plugins",
         ),
         health="https://127.0.0.1:10257/healthz",
         metrics="https://127.0.0.1:10257/metrics",

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from devcluster.certs import write_private
+from devcluster.settings import NODES, Node
 
 MARK = "ROLLOUT_DEVCLUSTER"
 KILL_WAIT_S = 10.0
@@ -163,13 +164,16 @@ def container_root_is_ours(mountinfo: str, folder: str) -> bool:
     return False
 
 
-def in_our_container(pid: int, root: Path) -> bool:
-    """Whether a process runs in a container of this cluster."""
+def node_of_container(pid: int, root: Path) -> Node | None:
+    """Return the node in whose container a process runs; None if it is in none of ours."""
     try:
         mounts = Path(f"/proc/{pid}/mountinfo").read_text()
     except OSError:
-        return False
-    return container_root_is_ours(mounts, f"{root}/containerd/")
+        return None
+    for node in NODES:
+        if container_root_is_ours(mounts, f"{root}/{node.containerd}/"):
+            return node
+    return None
 
 
 def command(pid: int) -> str:
@@ -194,12 +198,14 @@ def pids() -> Iterable[int]:
 
 
 def ours(root: Path) -> dict[int, str]:
-    """Return the pids of the cluster's processes, each with its part (``container`` for pods')."""
+    """Return the pids of the cluster's processes, each with its part (for pods' processes
+    ``Node.containers``).
+    """
     found: dict[int, str] = {}
     for pid in pids():
         part = marked_part(pid, root)
-        if part is None and in_our_container(pid, root):
-            part = "container"
+        if part is None and (node := node_of_container(pid, root)) is not None:
+            part = node.containers
         if part is not None and start_ticks(pid) is not None:
             found[pid] = part
     return found
@@ -228,4 +234,4 @@ def stop_marked(pid: int, root: Path, *, grace_s: float) -> None:
 
 
 def _is_ours(pid: int, root: Path) -> bool:
-    return marked_part(pid, root) is not None or in_our_container(pid, root)
+    return marked_part(pid, root) is not None or node_of_container(pid, root) is not None

@@ -10,10 +10,11 @@ HELM_VERSION = "v3.19.5"
 COREDNS_VERSION = "v1.14.7"
 
 CONTEXT = "rollout-dev"
-NODE_NAME = "dev-node"
 BRIDGE = "rollout0"
+CGROUP = "rollout-dev"
+"""Of the pods of a node that has not the machine's root for itself; the node's suffix follows."""
 NODE_IP = "10.244.0.1"
-"""The pod bridge's own address: the node, the API server and the DNS live on it."""
+"""The pod bridge's own address: the nodes, the API server and the DNS live on it."""
 POD_SUBNET = "10.244.0.0/24"
 CLUSTER_CIDR = "10.244.0.0/16"
 SERVICE_CIDR = "10.96.0.0/16"
@@ -30,6 +31,39 @@ ALLOWED_CONTEXTS = ("kind-", "k3d-", "minikube", CONTEXT)
 # the API server's service account tokens and containerd's sockets live below the root; a
 # socket's path has 107 bytes at most
 MAX_ROOT_LENGTH = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A kubelet with a containerd of its own; their ports and folders are all in which nodes
+    differ. Address, bridge, DNS and kube-proxy are the machine's.
+    """
+
+    name: str
+    suffix: str
+    """Of the names of its parts and folders."""
+    port_shift: int
+
+    @property
+    def kubelet(self) -> str:
+        """The name of its kubelet's part."""
+        return f"kubelet{self.suffix}"
+
+    @property
+    def containerd(self) -> str:
+        """The name of its containerd's part."""
+        return f"containerd{self.suffix}"
+
+    @property
+    def containers(self) -> str:
+        """What processes in its containers are called among the parts."""
+        return f"container{self.suffix}"
+
+
+FIRST = Node(name="dev-node", suffix="", port_shift=0)
+SECOND = Node(name="dev-node-2", suffix="-2", port_shift=100)
+"""Joins by ``devcluster node add`` only."""
+NODES = (FIRST, SECOND)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +110,21 @@ class Settings:
         """The pod network's configuration and leases."""
         return self.root / "cni"
 
-    @property
-    def containerd(self) -> Path:
-        """The own root, state and socket of our containerd."""
-        return self.root / "containerd"
+    def containerd(self, node: Node) -> Path:
+        """The own root, state and socket of a node's containerd."""
+        return self.root / node.containerd
 
-    @property
-    def containerd_socket(self) -> Path:
-        """The socket of our containerd."""
-        return self.containerd / "containerd.sock"
+    def containerd_socket(self, node: Node) -> Path:
+        """The socket of a node's containerd."""
+        return self.containerd(node) / "containerd.sock"
+
+    def kubelet(self, node: Node) -> Path:
+        """The root folder of a node's kubelet."""
+        return self.root / node.kubelet
+
+    def pod_logs(self, node: Node) -> Path:
+        """The logs of a node's pods."""
+        return self.root / f"pod-logs{node.suffix}"
 
     @property
     def project(self) -> Path:

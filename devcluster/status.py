@@ -6,9 +6,9 @@ from pathlib import Path
 from devcluster import processes
 from devcluster.build import bin_folder
 from devcluster.health import ailment, fetch
-from devcluster.node import node
+from devcluster.node import node, second_node
 from devcluster.parts import Part, control_plane
-from devcluster.settings import Settings
+from devcluster.settings import SECOND, Settings
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,20 @@ class PartStatus:
     log: Path
 
 
+def has_second_node(settings: Settings) -> bool:
+    """Whether the second node was added, and not removed since."""
+    return settings.part_folder(SECOND.kubelet).exists()
+
+
 def all_parts(settings: Settings) -> tuple[Part, ...]:
     """Return all parts, to ask after; containerd's configuration is not the real one."""
     bins = bin_folder(settings)
+    first = node(settings, bins, snapshotter="", base_spec="")
+    second = second_node(settings, bins, snapshotter="", base_spec="")
     return (
         *control_plane(settings, bins),
-        *node(settings, bins, snapshotter="", base_spec=""),
+        *first,
+        *(second if has_second_node(settings) else ()),
     )
 
 

@@ -18,8 +18,8 @@ from devcluster.build import bin_folder
 from devcluster.certs import admin_token
 from devcluster.client import WaitTimeoutError
 from devcluster.parts import PART_NAMES
-from devcluster.settings import NODE_IP
-from tests.support.devcluster import devcluster, must
+from devcluster.settings import FIRST, NODE_IP, SECOND
+from tests.support.devcluster import devcluster, must, traces
 
 pytestmark = pytest.mark.cluster
 
@@ -123,6 +123,49 @@ def test_pods_survive_the_death_of_kubelet_and_containerd(own, cluster, namespac
     run = ("exec", "-n", namespace, "steady", "--", "echo", "hi")
     assert cluster.wait(lambda: cluster.kubectl(*run), 30, "exec", namespace=namespace) == "hi\n"
     assert container() == before
+
+
+def test_a_second_node_runs_pods_and_goes_without_a_trace(own, cluster, namespace):
+    home = pod("home", "sleep", "600")
+    home["spec"]["nodeName"] = FIRST.name
+    apply(cluster, namespace, home)
+    wait_ready(cluster, namespace, "home")
+
+    def leases():
+        return sorted(file.name for file in (own.cni / "leases").glob("*/*.*.*.*"))
+
+    before = traces(own), leases()
+    try:
+        assert must("node", "add").split() == [SECOND.name]
+        away = pod("away", "python", "-m", "http.server", "8080", port=8080)
+        away["spec"]["nodeName"] = SECOND.name
+        apply(cluster, namespace, away)
+        wait_ready(cluster, namespace, "away")
+        found = cluster.get("pod", "away", namespace)["status"]
+        url = f"http://{found['podIP']}:8080"
+        script = f"import urllib.request as u; print(u.urlopen('{url}', timeout=5).status)"
+        run = ("exec", "-n", namespace, "home", "--", "python", "-c", script)
+        assert cluster.kubectl(*run) == "200\n"
+        assert "GET / " in cluster.kubectl("logs", "away", "-n", namespace)
+
+        record = processes.read_record(own.part_folder(SECOND.kubelet) / "record.json")
+        os.kill(record.pid, signal.SIGKILL)
+        done = devcluster("status")
+        assert done.returncode == 1 and SECOND.kubelet in done.stdout
+        must("up")
+        assert devcluster("status").returncode == 0
+        # neither kubelet touches what is the other one's
+        assert (
+            cluster.get("pod", "away", namespace)["status"]["containerStatuses"]
+            == (found["containerStatuses"])
+        )
+    finally:
+        must("node", "remove")
+    assert (traces(own), leases()) == before
+    nodes = cluster.kubectl("get", "nodes", "-o", "jsonpath={.items[*].metadata.name}")
+    assert nodes.split() == [FIRST.name]
+    must("node", "remove")  # twice does no harm
+    cluster.kubectl("delete", "pod", "away", "-n", namespace, "--force", "--grace-period=0")
 
 
 def test_nothing_listens_beyond_loopback_and_the_pod_bridge(own):

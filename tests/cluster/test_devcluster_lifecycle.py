@@ -13,6 +13,7 @@ import pytest
 
 from devcluster import processes
 from devcluster.health import wait_until
+from devcluster.settings import NODES, SECOND
 from tests.support.devcluster import REPO, command, devcluster, must, traces
 
 pytestmark = pytest.mark.cluster
@@ -76,13 +77,17 @@ def test_down_after_parts_and_shims_were_killed(settings, before):
     apply = [*command("kubectl", "apply", "-f", "-")]
     subprocess.run(apply, cwd=REPO, input=json.dumps(POD), text=True, check=True, timeout=60)
     must("kubectl", "wait", "--for=condition=Ready", "pod/sleeper", "--timeout=60s")
+    must("node", "add")
+    away = {**POD, "metadata": {"name": "away"}, "spec": {**POD["spec"], "nodeName": SECOND.name}}
+    subprocess.run(apply, cwd=REPO, input=json.dumps(away), text=True, check=True, timeout=60)
+    must("kubectl", "wait", "--for=condition=Ready", "pod/away", "--timeout=60s")
     alive = processes.ours(settings.root)
-    assert "container" in alive.values()
+    assert {node.containers for node in NODES} <= set(alive.values())
     shims = [pid for pid in alive if processes.command(pid).startswith("containerd-shim")]
     assert shims
     records = [
         processes.read_record(settings.part_folder(part) / "record.json")
-        for part in ("containerd", "kubelet", "etcd")
+        for part in ("containerd", "kubelet", "containerd-2", "kubelet-2", "etcd")
     ]
     for pid in [*shims, *(record.pid for record in records if record is not None)]:
         os.kill(pid, signal.SIGKILL)

@@ -12,9 +12,16 @@ from devcluster import processes
 from devcluster.cluster import node_ready
 from devcluster.errors import failed
 from devcluster.health import complaint, wait_until
-from devcluster.leftovers import Before, mounts_below, recall, remember
+from devcluster.leftovers import (
+    Before,
+    mounts_below,
+    recall,
+    remember,
+    sweep_node,
+    tasks,
+)
 from devcluster.network import chains_removal, overlapping_route
-from devcluster.settings import load_settings
+from devcluster.settings import CONTEXT, FIRST, SECOND, load_settings
 
 SAVED = """\
 *filter
@@ -88,6 +95,7 @@ def test_containers_are_known_by_their_root_file_system():
     assert processes.container_root_is_ours(overlay, "/r/dev/containerd/")
     assert not processes.container_root_is_ours(host, "/r/dev/containerd/")
     assert not processes.container_root_is_ours(overlay, "/r/other/containerd/")
+    assert not processes.container_root_is_ours(overlay, "/r/dev/containerd-2/")
 
 
 @pytest.fixture
@@ -152,6 +160,30 @@ def test_the_machine_before_is_remembered(tmp_path):
     before = Before({"kernel/panic": "1"}, ["/var/lib/kubelet"])
     remember(settings, before)
     assert recall(settings) == before
+
+
+def test_what_a_nodes_containers_left_goes_and_the_other_nodes_stays(tmp_path):
+    settings = replace(load_settings({}), root=tmp_path)
+    leases = settings.cni / "leases" / CONTEXT
+    leases.mkdir(parents=True)
+    for address, container in (("10.244.0.2", "first"), ("10.244.0.3", "second")):
+        (leases / address).write_text(f"{container}\r\neth0")
+    (leases / "last_reserved_ip.0").write_text("10.244.0.3")
+    (leases / "lock").touch()
+    sockets = {name: tmp_path / name for name in ("one.sock", "two.sock")}
+    for socket in sockets.values():
+        socket.touch()
+    state = settings.containerd(SECOND) / "state" / "io.containerd.runtime.v2.task"
+    (state / "k8s.io" / "second").mkdir(parents=True)
+    (state / "k8s.io" / "second" / "address").write_text(f"unix://{sockets['two.sock']}")
+    sweep_node(settings, SECOND, tasks(settings, SECOND))
+    assert sorted(file.name for file in leases.iterdir()) == [
+        "10.244.0.2",
+        "last_reserved_ip.0",
+        "lock",
+    ]
+    assert [name for name, socket in sockets.items() if socket.exists()] == ["one.sock"]
+    assert tasks(settings, FIRST).ids == ()
 
 
 def test_a_failure_names_the_log_and_shows_its_end(tmp_path):

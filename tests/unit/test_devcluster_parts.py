@@ -18,10 +18,11 @@ from devcluster.node import (
     kubelet_config,
     node,
     pod_network,
+    second_node,
 )
 from devcluster.parts import PART_NAMES, control_plane
 from devcluster.rights import BOOTSTRAP
-from devcluster.settings import load_settings
+from devcluster.settings import FIRST, NODES, load_settings
 
 BINS = Path("/cache/bin")
 INSIDE = ("127.0.0.1", "10.244.0.1")
@@ -63,21 +64,23 @@ def test_every_address_a_part_is_told_to_listen_on_is_inside(settings, parts):
     etcd = flags(parts["etcd"])
     for flag in ("listen-client-urls", "listen-peer-urls"):
         assert etcd[flag].startswith("http://127.0.0.1:")
-    kubelet = kubelet_config(settings)
-    assert kubelet["address"] in INSIDE
-    assert kubelet["healthzBindAddress"] in INSIDE
-    assert kubelet["readOnlyPort"] == 0
+    for each in NODES:
+        kubelet = kubelet_config(settings, each)
+        assert kubelet["address"] in INSIDE
+        assert kubelet["healthzBindAddress"] in INSIDE
+        assert kubelet["readOnlyPort"] == 0
     proxy = kube_proxy_config(settings)
     assert proxy["bindAddress"] in INSIDE
     assert proxy["nodePortAddresses"] == ["10.244.0.1/32"]
     for key in ("healthzBindAddress", "metricsBindAddress"):
         assert proxy[key].rpartition(":")[0] in INSIDE
-    config = tomllib.loads(
-        containerd_config(settings, snapshotter="native", base_spec=Path("/b.json"))
-    )
-    assert config["metrics"]["address"].startswith("127.0.0.1:")
-    cri = config["plugins"]["io.containerd.grpc.v1.cri"]
-    assert cri["stream_server_address"] == "127.0.0.1"
+    for each in NODES:
+        config = tomllib.loads(
+            containerd_config(settings, each, snapshotter="native", base_spec=Path("/b.json"))
+        )
+        assert config["metrics"]["address"].startswith("127.0.0.1:")
+        cri = config["plugins"]["io.containerd.grpc.v1.cri"]
+        assert cri["stream_server_address"] == "127.0.0.1"
     lines = [line.split() for line in corefile(settings).splitlines()]
     for words in lines:
         if words and words[0] in ("bind", "health", "ready", "prometheus"):
@@ -86,14 +89,14 @@ def test_every_address_a_part_is_told_to_listen_on_is_inside(settings, parts):
 
 
 def test_kubelet_asks_the_api_server_who_may_call_it(settings):
-    config = kubelet_config(settings)
+    config = kubelet_config(settings, FIRST)
     assert config["authentication"]["anonymous"] == {"enabled": False}
     assert config["authentication"]["webhook"] == {"enabled": True}
     assert config["authorization"] == {"mode": "Webhook"}
 
 
 def test_containerd_keeps_to_its_own_folders(settings):
-    text = containerd_config(settings, snapshotter="native", base_spec=Path("/b.json"))
+    text = containerd_config(settings, FIRST, snapshotter="native", base_spec=Path("/b.json"))
     config = tomllib.loads(text)
     cri = config["plugins"]["io.containerd.grpc.v1.cri"]
     for path in (config["root"], config["state"], config["grpc"]["address"]):
@@ -119,6 +122,26 @@ def test_all_state_is_below_the_root(settings, parts):
             assert file.is_relative_to(settings.root)
     assert flags(parts["kubelet"])["root-dir"] == "/r/dev/kubelet"
     assert flags(parts["etcd"])["data-dir"] == "/r/dev/etcd"
+
+
+def test_two_nodes_have_nothing_of_their_own_in_common(settings, parts):
+    first = [parts[name] for name in ("containerd", "kubelet")]
+    second = second_node(settings, BINS, snapshotter="overlayfs", base_spec="{}")
+    assert [part.name for part in second] == ["containerd-2", "kubelet-2"]
+    for one, other in zip(first, second, strict=True):
+        assert one.health != other.health and one.metrics != other.metrics
+        shared = set(one.files) & set(other.files)
+        # pods of both are on one network, which hands out each address once
+        assert shared <= {settings.cni / "net.d" / "10-bridge.conflist"}
+        assert all(one.files[file] == other.files[file] for file in shared)
+    pairs = [kubelet_config(settings, each) for each in NODES]
+    for field in (
+        *("port", "healthzPort", "cgroupRoot", "containerRuntimeEndpoint"),
+        *("podLogsDir", "volumePluginDir"),
+    ):
+        assert pairs[0][field] != pairs[1][field], field
+    for flag in ("kubeconfig", "root-dir", "cert-dir", "hostname-override"):
+        assert flags(first[1])[flag] != flags(second[1])[flag], flag
 
 
 def test_a_fingerprint_follows_arguments_and_files(settings):
