@@ -88,6 +88,27 @@ async def test_a_fenced_pod_is_replaced():
         assert b.server.writes(start).count("DELETE pods/qwen-0") == 1
 
 
+async def test_after_a_backup_was_restored_a_pod_that_saw_what_came_later_is_replaced():
+    async with bench() as b:
+        admin = await b.serving()
+        for paused in (True, False):
+            b.patch(paused=paused)
+            await b.ready("Paused" if paused else "Serving")
+        assert admin.documents[-1].generation == 3
+        await b.quiet()
+        start = len(b.server.requests)
+        b.server.change("rolloutreplicas", "qwen", {"metadata": {"generation": 1}})
+        await b.until(lambda: "DELETE pods/qwen-0" in b.server.writes(start))
+        b.server.remove("pods", "qwen-0")
+        new = await b.run_pod()
+        await b.ready("Serving")
+        assert [document.generation for document in new.documents] == [1]
+        assert b.server.writes(start).count("DELETE pods/qwen-0") == 1
+        restarts = b.status()["restarts"]
+        assert restarts["byReason"] == [{"reason": "Fenced", "count": 1}]
+        assert restarts["consecutive"] == 0
+
+
 async def test_a_pod_that_refused_is_told_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rollout_operator.steer._REFUSED_RETRY_S", 1.0)
     async with bench() as b:
