@@ -8,6 +8,7 @@ import kopf
 
 from rollout_operator.api import names
 from rollout_operator.runtime import Runtime
+from rollout_operator.unstored import NoDiffBase, NoMemo, NoProgress
 
 _OURS: Final = f"{names.MANAGED_BY_LABEL}={names.MANAGER}"
 
@@ -60,6 +61,8 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.scanning.disabled = True
     settings.posting.enabled = False
     settings.persistence.finalizer = f"{names.GROUP}/unused"
+    settings.persistence.diffbase_storage = NoDiffBase()
+    settings.persistence.progress_storage = NoProgress()
     watching = settings.watching
     watching.server_timeout, watching.client_timeout, watching.connect_timeout = 300, 310, 30
     watching.chunk_size = 100
@@ -84,4 +87,5 @@ async def run(runtime: Runtime, *, stop_flag: asyncio.Event | None = None) -> No
         standalone=True,
         stop_flag=stop_flag,
         ready_flag=runtime.watching,
+        memo=NoMemo(),
     )

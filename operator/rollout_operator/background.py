@@ -9,6 +9,8 @@ from typing import Any
 class Background:
     """Started once, ended and waited for by ``stop``."""
 
+    __slots__ = ("_task",)
+
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
 

@@ -1,9 +1,7 @@
 """Reads what a plan needs: from the cache that the watches feed, or by name."""
 
-import base64
 import time
 from dataclasses import dataclass, replace
-from typing import Final
 
 import structlog
 
@@ -21,12 +19,11 @@ from rollout_operator.apply.kube import (
     JsonObject,
     Kube,
 )
-from rollout_operator.memory import Memory
+from rollout_operator.memory import Memory, Token
 from rollout_operator.plan import manifests
 from rollout_operator.plan.observed import (
     ChildSeen,
     NodeState,
-    Ownership,
     PodSeen,
     Report,
     Seen,
@@ -38,8 +35,6 @@ from rollout_operator.plan.observed import (
 from rollout_operator.plan.restarts import depends_on_node
 
 log = structlog.get_logger(__name__)
-
-_NOTHING: Final[JsonObject] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +96,9 @@ class Observer:
         pod = None if raw is None else pod_seen(raw, name=name, uid=replica.uid)
         followers = self._followers(replica, nodes)
         return Seen(
-            secret=_child(replica, "Secret", memory.secret, complete=bool(token(memory))),
+            secret=_secret(memory.token),
             services=tuple(
-                _child(replica, "Service", found, complete=_holds(found, service))
+                _service(replica, found, complete=_holds(found, service))
                 for found, service in zip(map(services.get, service_keys), wanted, strict=True)
             ),
             pod=pod,
@@ -143,21 +138,14 @@ class Observer:
 
     async def read_secret(self, replica: Replica, memory: Memory) -> None:
         """Read the Secret with the token."""
-        memory.secret = await self._kube.get(
-            SECRETS, replica.namespace, names.secret_name(replica.name)
-        )
+        raw = await self._kube.get(SECRETS, replica.namespace, names.secret_name(replica.name))
+        memory.token = Token.read(raw, replica=replica.name, uid=replica.uid)
         memory.secret_due = time.monotonic() + self._resync_s
 
 
 def token(memory: Memory) -> str:
     """Return the token of the replica's own Secret; empty if there is none."""
-    raw = memory.secret
-    if raw is None or ownership(raw, name="", uid=memory.uid) is not Ownership.OURS:
-        return ""
-    try:
-        return base64.b64decode((raw.get("data") or _NOTHING).get(names.TOKEN_KEY) or "").decode()
-    except ValueError:
-        return ""
+    return memory.token.text if memory.token is not None else ""
 
 
 def report(memory: Memory, pod: PodSeen | None) -> Report | None:
@@ -174,13 +162,17 @@ def report(memory: Memory, pod: PodSeen | None) -> Report | None:
     )
 
 
-def _child(
-    replica: Replica, kind: str, raw: JsonObject | None, *, complete: bool
-) -> ChildSeen | None:
+def _secret(token: Token | None) -> ChildSeen | None:
+    if token is None:
+        return None
+    return ChildSeen(kind="Secret", name=token.name, owner=token.owner, complete=bool(token.text))
+
+
+def _service(replica: Replica, raw: JsonObject | None, *, complete: bool) -> ChildSeen | None:
     if raw is None:
         return None
     return ChildSeen(
-        kind=kind,
+        kind="Service",
         name=raw["metadata"]["name"],
         owner=ownership(raw, name=replica.name, uid=replica.uid),
         complete=complete,

@@ -135,12 +135,16 @@ def _address(replica: Replica, pod: PodSeen) -> PodAddress:
 
 def _told(pod: PodSeen, boot_id: str, document: DesiredDocument, *, refused: str = "") -> Told:
     return Told(
-        pod_uid=pod.uid, boot_id=boot_id, document=document, at=time.monotonic(), refused=refused
+        pod_uid=pod.uid,
+        boot_id=boot_id,
+        document=document.model_dump_json(),
+        at=time.monotonic(),
+        refused=refused,
     )
 
 
 def _has(told: Told | None, pod: PodSeen, document: DesiredDocument, report: Report) -> bool:
-    if told is None or (told.pod_uid, told.document) != (pod.uid, document):
+    if told is None or told.pod_uid != pod.uid or told.document != document.model_dump_json():
         return False
     state = report.state
     if state is None:

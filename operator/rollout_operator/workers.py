@@ -52,6 +52,8 @@ class Report(Protocol):
 class _Worker:
     """What is known of one task."""
 
+    __slots__ = ("due", "fresh", "memory", "slow", "task", "woken")
+
     def __init__(self) -> None:
         self.memory = Memory()
         self.woken = asyncio.Event()

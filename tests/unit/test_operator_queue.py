@@ -1,9 +1,12 @@
 """Fair turns for all replicas, label selectors, and caches that late lists do not spoil."""
 
 import asyncio
+import copy
+import random
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from rollout_operator.hub import Hub
 from rollout_operator.memory import Memory
 from rollout_operator.metrics import Metrics
 from rollout_operator.observe import Caches
+from rollout_operator.plan.observed import pod_seen
 from rollout_operator.reconcile import Next
 from rollout_operator.relist import Relist
 from rollout_operator.workers import FAST_LANE, SLOW_LANE, Workers
@@ -155,22 +159,89 @@ def test_a_late_list_does_not_bring_back_what_a_watch_saw_go():
 
 def test_a_pod_is_kept_without_what_nobody_reads():
     pod = {
-        "metadata": {"annotations": {"rollout.dev/desired": "{}", "rollout.dev/pod-hash": "h"}},
+        "metadata": {
+            "generateName": "x",
+            "annotations": {"rollout.dev/desired": "{}", "rollout.dev/pod-hash": "h"},
+        },
         "spec": {"nodeName": "n", "containers": [{}], "initContainers": [{}], "volumes": [{}]},
-        "status": {"phase": "Running"},
+        "status": {
+            "phase": "Running",
+            "qosClass": "Burstable",
+            "containerStatuses": [{"name": "engine", "imageID": "sha256:1", "restartCount": 2}],
+        },
     }
     slim_pod(pod)
     assert pod == {
         "metadata": {"annotations": {"rollout.dev/pod-hash": "h"}},
         "spec": {"nodeName": "n"},
-        "status": {"phase": "Running"},
+        "status": {
+            "phase": "Running",
+            "containerStatuses": [{"name": "engine", "restartCount": 2}],
+        },
     }
     empty: dict = {"metadata": {}}
     slim_pod(empty)
     assert empty == {"metadata": {}}
 
 
-def test_operators_list_at_times_of_their_own():
+class Noted(dict):
+    """Notes what is read of it, by path."""
+
+    def __init__(self, raw: dict, path: str, read: set[str]) -> None:
+        super().__init__({key: noted(value, f"{path}.{key}", read) for key, value in raw.items()})
+        self.path, self.read = path, read
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(f"{self.path}.{key}")
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(f"{self.path}.{key}")
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(f"{self.path}.{key}")
+        return super().__contains__(key)
+
+
+def noted(value: Any, path: str, read: set[str]) -> Any:
+    if isinstance(value, dict):
+        return Noted(value, path, read)
+    return [noted(item, path, read) for item in value] if isinstance(value, list) else value
+
+
+def test_of_a_pod_all_that_a_plan_reads_is_kept():
+    read: set[str] = set()
+    container = {"restartCount": 1, "state": {"waiting": {"reason": "a"}}, "lastState": {}}
+    condition = {"type": "PodScheduled", "status": "False", "reason": "r", "message": "m"}
+    pod = {
+        "metadata": {"name": "p", "uid": "u", "ownerReferences": [{"uid": "other"}]},
+        "spec": {},
+        "status": {
+            "conditions": [condition, {**condition, "type": "DisruptionTarget", "status": "True"}],
+            "containerStatuses": [{"name": "engine", **container}],
+            "initContainerStatuses": [{"name": "weights", **container}],
+        },
+    }
+    pod_seen(noted(pod, "", read), name="r", uid="of-the-replica")
+    # each path that was read, as a pod that has it
+    for path in read:
+        *parts, last = path.removeprefix(".").split(".")
+        whole: dict = {"metadata": {}}
+        place = whole
+        for part in parts:
+            # what stands below a list is an item of it
+            into = place.setdefault(part, [{}] if part.endswith("Statuses") else {})
+            place = into[0] if isinstance(into, list) else into
+        place[last] = {} if not place.get(last) else place[last]
+        before = copy.deepcopy(whole)
+        slim_pod(whole)
+        assert whole == before, path
+
+
+def test_operators_list_at_times_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    # chance, but the same one in each run
+    monkeypatch.setattr("rollout_operator.relist.random", random.Random(7))
     loop = VirtualLoop()
     times: dict[str, list[float]] = {"a": [], "b": []}
 

@@ -2,6 +2,7 @@
 
 import re
 from decimal import ROUND_CEILING, Decimal
+from functools import lru_cache
 from typing import Final
 
 _FACTORS: Final = {
@@ -21,7 +22,13 @@ def parse_bytes(quantity: str | int) -> int:
     Raises:
         ValueError: it is no quantity, or negative.
     """
-    match = _QUANTITY.fullmatch(str(quantity))
+    return _parsed(str(quantity))
+
+
+# few are ever different, and each task that counts with decimals keeps a context of its own
+@lru_cache(maxsize=256)
+def _parsed(quantity: str) -> int:
+    match = _QUANTITY.fullmatch(quantity)
     if match is None:
         raise ValueError(f"{quantity!r} is no quantity: write for example 256Mi, 40Gi or 1e9")
     number, suffix = Decimal(match["number"]), match["suffix"]

@@ -9,7 +9,32 @@ from rollout_operator.apply.kube import JsonObject, Kube
 from rollout_pod.protocol import DESIRED_ANNOTATION
 
 _REMEMBERED: Final = 4096
-_BIG: Final = ("containers", "initContainers", "ephemeralContainers", "volumes", "tolerations")
+_READ: Final = {
+    "": ("metadata", "spec", "status"),
+    "metadata": (
+        "name",
+        "namespace",
+        "uid",
+        "resourceVersion",
+        "labels",
+        "annotations",
+        "ownerReferences",
+        "creationTimestamp",
+        "deletionTimestamp",
+    ),
+    "spec": ("nodeName",),
+    "status": (
+        "phase",
+        "reason",
+        "message",
+        "podIP",
+        "conditions",
+        "containerStatuses",
+        "initContainerStatuses",
+    ),
+}
+"""What ``plan.observed.pod_seen``, the hub and the lists read of a pod, by part."""
+_READ_OF_CONTAINER: Final = ("name", "state", "lastState", "restartCount")
 
 Key = tuple[str, str]
 """Namespace and name."""
@@ -82,9 +107,18 @@ class Cache:
 
 def slim_pod(raw: JsonObject) -> None:
     """Take off a pod what nobody reads: that is most of it."""
-    for name in _BIG:
-        (raw.get("spec") or {}).pop(name, None)
+    for part, read in _READ.items():
+        _only(raw.get(part) or {} if part else raw, read)
     (raw["metadata"].get("annotations") or {}).pop(DESIRED_ANNOTATION, None)
+    status = raw.get("status") or {}
+    for kind in ("containerStatuses", "initContainerStatuses"):
+        for container in status.get(kind) or ():
+            _only(container, _READ_OF_CONTAINER)
+
+
+def _only(part: JsonObject, read: tuple[str, ...]) -> None:
+    for name in part.keys() - read:
+        del part[name]
 
 
 def _key(meta: JsonObject) -> Key:

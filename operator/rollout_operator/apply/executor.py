@@ -14,7 +14,7 @@ from rollout_operator.apply.cache import Cache, reread
 from rollout_operator.apply.errors import KubeError
 from rollout_operator.apply.events import Kind, event
 from rollout_operator.apply.kube import EVENTS, PODS, SECRETS, SERVICES, Kube
-from rollout_operator.memory import Memory
+from rollout_operator.memory import Memory, Token
 from rollout_operator.metrics import Metrics
 from rollout_operator.plan.actions import (
     Action,
@@ -62,11 +62,13 @@ class Executor:
         self._metrics.actions.labels(action=type(action).__name__).inc()
         match action:
             case CreateSecret():
-                await self._create_secret(action.manifest, memory)
+                raw = await self._create_secret(action.manifest)
+                memory.token = Token.read(raw, replica=replica.name, uid=replica.uid)
             case RepairSecret():
-                memory.secret = await self._kube.merge(
+                raw = await self._kube.merge(
                     SECRETS, replica.namespace, action.name, {"data": _token()}
                 )
+                memory.token = Token.read(raw, replica=replica.name, uid=replica.uid)
             case ApplyService():
                 await self._apply_service(action.manifest)
             case CreatePod():
@@ -82,12 +84,12 @@ class Executor:
         except KubeError as error:
             log.warning("event lost", replica=replica.name, reason=reason, error=str(error))
 
-    async def _create_secret(self, manifest: Manifest, memory: Memory) -> None:
+    async def _create_secret(self, manifest: Manifest) -> dict[str, Any] | None:
         namespace, name = _key(manifest)
-        memory.secret = await self._kube.get(SECRETS, namespace, name)
-        if memory.secret is None:
-            body = {**manifest, "data": _token()}
-            memory.secret = await self._create(SECRETS, namespace, body)
+        found = await self._kube.get(SECRETS, namespace, name)
+        if found is not None:
+            return found
+        return await self._create(SECRETS, namespace, {**manifest, "data": _token()})
 
     async def _apply_service(self, manifest: Manifest) -> None:
         key = _key(manifest)

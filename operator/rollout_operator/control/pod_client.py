@@ -1,7 +1,7 @@
 """Speaks to pods' admin ports: the desired document down, the state document up."""
 
 from collections.abc import Callable
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import aiohttp
 from pydantic import ValidationError
@@ -21,6 +21,21 @@ _PUT_TIMEOUT_S: Final = 5.0
 _CONNECT_TIMEOUT_S: Final = 3.0
 _POLL_MARGIN_S: Final = 10.0
 _MAX_BODY: Final = 1 << 20
+_IDLE_S: Final = 0.5
+"""A poll follows a poll at once. Who told thousands of pods something holds no second connection to
+each."""
+
+
+class Known(Protocol):
+    """A state by its name."""
+
+    @property
+    def boot_id(self) -> str:
+        """See ``StateDocument``."""
+
+    @property
+    def revision(self) -> int:
+        """See ``StateDocument``."""
 
 
 class PodError(Exception):
@@ -62,7 +77,9 @@ class PodClient:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=self._route.tls or True),
+            connector=aiohttp.TCPConnector(
+                limit=0, ssl=self._route.tls or True, keepalive_timeout=_IDLE_S
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self
@@ -90,7 +107,7 @@ class PodClient:
         pod: PodAddress,
         token: str,
         *,
-        after: StateDocument | None,
+        after: Known | None,
         timeout: float = STATE_POLL_MAX_S,
     ) -> StateDocument:
         """Return the pod's state: at once if it is not ``after``, else when it changes.

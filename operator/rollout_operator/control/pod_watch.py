@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 from prometheus_client import Gauge
@@ -20,8 +20,33 @@ log = structlog.get_logger(__name__)
 _BACKOFF_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0)
 
 
+class _Said(NamedTuple):
+    """A state as JSON, its defaults left out: read, it would take ten times as much."""
+
+    boot_id: str
+    revision: int
+    text: bytes
+
+
 class PodWatch:
     """The newest state of one incarnation of a pod, kept by a task of its own."""
+
+    # thousands of these are held at once
+    __slots__ = (
+        "_answered",
+        "_background",
+        "_error",
+        "_failing_since",
+        "_gauge",
+        "_pods",
+        "_said",
+        "_started",
+        "_token",
+        "_unauthorized",
+        "_wake",
+        "pod",
+        "uid",
+    )
 
     def __init__(
         self,
@@ -39,7 +64,7 @@ class PodWatch:
         self._token = token
         self._wake = wake
         self._gauge = gauge
-        self._state: StateDocument | None = None
+        self._said: _Said | None = None
         self._error = ""
         self._failing_since: float | None = None
         self._unauthorized = False
@@ -63,9 +88,9 @@ class PodWatch:
 
     def report(self) -> Report:
         """Return what is known of the pod."""
-        since = self._failing_since
+        since, said = self._failing_since, self._said
         return Report(
-            state=self._state,
+            state=None if said is None else StateDocument.model_validate_json(said.text),
             error=self._error,
             failing_for=0.0 if since is None else time.monotonic() - since,
             unauthorized=self._unauthorized,
@@ -76,10 +101,11 @@ class PodWatch:
         self._take(state)
 
     def _take(self, state: StateDocument) -> bool:
-        known = self._state
+        known = self._said
         if known and known.boot_id == state.boot_id and known.revision >= state.revision:
             return False
-        self._state = state
+        text = state.model_dump_json(exclude_defaults=True).encode()
+        self._said = _Said(state.boot_id, state.revision, text)
         return True
 
     async def _run(self) -> None:
@@ -90,7 +116,8 @@ class PodWatch:
         failures = 0
         while True:
             try:
-                state = await self._pods.get_state(self.pod, self._token(), after=self._state)
+                # bound to no name, which would keep it until the next one comes
+                self._heard(await self._pods.get_state(self.pod, self._token(), after=self._said))
             except Exception as error:
                 if not isinstance(error, PodError):
                     # a bug must not end the only one who listens
@@ -104,11 +131,13 @@ class PodWatch:
                 await asyncio.sleep(delay * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
                 continue
             failures = 0
-            mended = self._failing_since is not None
-            self._error, self._failing_since, self._unauthorized = "", None, False
-            if self._take(state) or mended or not self._answered:
-                self._answered = True
-                self._wake()
+
+    def _heard(self, state: StateDocument) -> None:
+        mended = self._failing_since is not None
+        self._error, self._failing_since, self._unauthorized = "", None, False
+        if self._take(state) or mended or not self._answered:
+            self._answered = True
+            self._wake()
 
     def _fail(self, error: Exception) -> None:
         if self._failing_since is None:

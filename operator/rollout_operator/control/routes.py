@@ -8,7 +8,7 @@ from typing import Protocol
 from rollout_pod.protocol import TOKEN_HEADER
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PodAddress:
     """Where a pod is, for either way."""
 
