@@ -66,13 +66,15 @@ async def _measure(sizes: list[int]) -> list[dict[str, Any]]:
                 states |= await fill(api, range(len(states), size))
                 print(f"{size} replicas are there ({time.monotonic() - begun:.0f} s)", flush=True)
                 rows.append(await _row(api, kubeconfig, Path(folder), states))
+                print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
 async def _row(api: Api, kubeconfig: Path, folder: Path, states: dict[str, Any]) -> dict[str, Any]:
     count, port = len(states), free_port()
     (folder / "states.json").write_text(json.dumps(states))
-    async with _pods(port, folder / "states.json"), _operator(kubeconfig, port) as operator:
+    async with _pods(port, folder / "states.json") as pods, _operator(kubeconfig, port) as operator:
+        await _line(pods, b"held", DEADLINE_S)
         await operator.observed(count)
         seconds, cpu = time.monotonic() - operator.begun, operator.cpu_s()
         requests = await operator.requests()
@@ -217,17 +219,28 @@ async def _operator(kubeconfig: Path, admin_port: int) -> AsyncIterator[Operator
 
 
 @asynccontextmanager
-async def _pods(port: int, states: Path) -> AsyncIterator[None]:
+async def _pods(port: int, states: Path) -> AsyncIterator[asyncio.StreamReader]:
+    """Yields what they print."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.scale_pods", str(port), str(states),
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(120):
-            if await process.stdout.readline() != b"ready\n":
-                raise SystemExit("the fake pods did not start")
-        yield
+        await _line(process.stdout, b"ready", 120)
+        yield process.stdout
     finally:
         process.kill()
         await process.wait()
+
+
+async def _line(printed: asyncio.StreamReader, wanted: bytes, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            line = await printed.readline()
+    except TimeoutError:
+        raise SystemExit(
+            f"the fake pods are not {wanted.decode()} within {seconds:.0f} s"
+        ) from None
+    if line.strip() != wanted:
+        raise SystemExit(f"the fake pods ended, or said {line!r} instead of {wanted!r}")

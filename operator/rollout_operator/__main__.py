@@ -1,6 +1,7 @@
 """``rollout-operator``: settings come from the environment or, each by its name, as options."""
 
 import asyncio
+import gc
 import sys
 
 from pydantic import ValidationError
@@ -31,6 +32,9 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"rollout-operator: {error}")
     logs.configure(format=settings.log_format, level=settings.log_level)
+    # what was imported stays for good: no collection need walk over it
+    gc.collect()
+    gc.freeze()
     asyncio.run(_run(settings))
 
 

@@ -59,31 +59,50 @@ class ReplicaSeries(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See ``Collector``."""
+        # one after the other: of thousands of replicas, each takes megabytes
+        yield self._ready()
+        yield self._lag()
+        yield self._steps()
+        yield self._restarts()
+
+    def _ready(self) -> Metric:
         ready = GaugeMetricFamily(
             "rollout_replica_ready", "1 while the replica is Ready, else 0", labels=_OWN
         )
-        seconds = GaugeMetricFamily(
-            "rollout_replica_weight_lag_seconds",
-            "how long the replica has held another version than it should; 0 while it holds it",
-            labels=_OWN,
-        )
+        for key, shown in self._shown.items():
+            ready.add_metric(key, float(shown.ready))
+        return ready
+
+    def _steps(self) -> Metric:
         steps = GaugeMetricFamily(
             "rollout_replica_weight_lag_steps",
             "spec.weightStep less the step that was committed last, where both are known",
             labels=_OWN,
         )
+        for key, shown in self._shown.items():
+            if shown.steps is not None:
+                steps.add_metric(key, float(shown.steps))
+        return steps
+
+    def _restarts(self) -> Metric:
         restarts = GaugeMetricFamily(
             "rollout_replica_restarts",
             "ends of the replica's pods and engines so far, by reason, as status.restarts counts",
             labels=(*_OWN, "reason"),
         )
-        now = self._clock()
         for key, shown in self._shown.items():
-            ready.add_metric(key, float(shown.ready))
-            lag = 0.0 if shown.behind_since is None else max(0.0, now - shown.behind_since)
-            seconds.add_metric(key, lag)
-            if shown.steps is not None:
-                steps.add_metric(key, float(shown.steps))
             for reason, count in shown.restarts:
                 restarts.add_metric((*key, reason), float(count))
-        yield from (ready, seconds, steps, restarts)
+        return restarts
+
+    def _lag(self) -> Metric:
+        seconds = GaugeMetricFamily(
+            "rollout_replica_weight_lag_seconds",
+            "how long the replica has held another version than it should; 0 while it holds it",
+            labels=_OWN,
+        )
+        now = self._clock()
+        for key, shown in self._shown.items():
+            lag = 0.0 if shown.behind_since is None else max(0.0, now - shown.behind_since)
+            seconds.add_metric(key, lag)
+        return seconds
