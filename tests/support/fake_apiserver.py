@@ -49,6 +49,7 @@ class Request:
     """Which address it came to."""
     at: float = 0.0
     """Monotonic."""
+    namespace: str = ""
 
     @property
     def write(self) -> bool:
@@ -289,7 +290,13 @@ class FakeApiServer:
             body=json.loads(body) if body else None,
             door=door,
             at=time.monotonic(),
+            namespace=info.get("namespace", ""),
         )
+        if seen.namespace not in ("", self.namespace):
+            if seen.write or seen.name:
+                raise web.HTTPForbidden(text=f"no test needs objects of {seen.namespace}")
+            # there are none
+            seen.query["labelSelector"] = "of-another-namespace"
         if seen.query.get("watch") == "true":
             return await self._watch(request, seen)
         try:

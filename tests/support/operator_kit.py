@@ -32,12 +32,15 @@ class Bench:
 
     async def start(self, **settings: Any) -> None:
         given = {
-            "resync_seconds": 600, "default_image": "pod:1", "leader_election": False, **settings
-        }  # fmt: skip
+            "watch_namespaces": self.server.namespace,
+            "resync_seconds": 600,
+            "default_image": "pod:1",
+            "leader_election": False,
+            **settings,
+        }
         self._stop = asyncio.Event()
         self.runtime = Runtime(
             Settings(
-                watch_namespaces=self.server.namespace,
                 metrics_port=0,
                 probe_port=0,
                 probe_address="127.0.0.1",

@@ -1,10 +1,14 @@
-"""What a restart costs, how lists heal, and how operators share replicas by labels."""
+"""What a restart costs, how lists heal, when replicas are looked at again, and how operators share
+replicas by labels and namespaces.
+"""
 
 import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
 
+from rollout_operator import workers
+from rollout_operator.reconcile import Next
 from tests.support.fake_apiserver import FakeApiServer, Fault
 from tests.support.operator_kit import Bench, bench
 
@@ -69,6 +73,56 @@ async def test_a_list_that_fails_is_tried_again_and_nothing_works_before():
         fault.count = 0
         await b.run_pod()
         await b.ready("Serving")
+
+
+class Chance:
+    """Never the same twice, and the same in each run."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def uniform(self, low: float, high: float) -> float:
+        self.drawn += 1
+        return low + (high - low) * (self.drawn * 0.6180339887 % 1)
+
+
+async def test_replicas_that_began_together_are_not_looked_at_again_together(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    delays: dict[int, float] = {}
+
+    async def wait(worker: workers._Worker, following: Next) -> None:
+        delays[id(worker)] = following.delay
+        await waiting(worker, following)
+
+    waiting = workers._wait
+    monkeypatch.setattr(workers, "_wait", wait)
+    monkeypatch.setattr("rollout_operator.reconcile.random", Chance())
+    async with bench(resync_seconds=100) as b:
+        for name in NAMES:
+            b.apply(name)
+            await b.run_pod(name)
+            await b.until(lambda name=name: b.condition("Ready", name) == ("True", "Serving"))
+        await b.quiet()
+    assert len(delays) == len(NAMES)
+    assert all(90 <= delay <= 110 for delay in delays.values())
+    assert len({round(delay, 3) for delay in delays.values()}) == len(NAMES)
+
+
+async def test_operators_share_by_namespace():
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(FakeApiServer("ns").running())
+        mine, other = [Bench(server, stack) for _ in range(2)]
+        for one, door, namespaces in ((mine, "mine", "ns"), (other, "other", "else,where")):
+            one.url = await server.open_door(door)
+            stack.push_async_callback(one.stop)
+            await one.start(watch_namespaces=namespaces)
+        await mine.serving()
+        await other.until(lambda: not other.runtime._unready(), "the other to have listed all")
+        asked = {(r.door, r.namespace) for r in server.requests}
+        assert asked == {("mine", "ns"), ("other", "else"), ("other", "where")}
+        assert {r.door for r in server.accepted} == {"mine"}
+        assert [one.runtime.metrics.replicas._value.get() for one in (mine, other)] == [1, 0]
 
 
 @pytest.mark.parametrize("selectors", [("shard=a", "shard=b"), ("shard=a", "shard!=a")])
