@@ -24,6 +24,7 @@ from rollout_operator.plan import manifests
 from rollout_operator.plan.observed import (
     ChildSeen,
     NodeState,
+    Ownership,
     PodSeen,
     Report,
     Seen,

@@ -34,7 +34,7 @@ _READ: Final = {
     ),
 }
 """What ``plan.observed.pod_seen``, the hub and the lists read of a pod, by part."""
-_READ_OF_CONTAINER: Final = ("name", "state", "lastState", "restartCount")
+_READ_OF_CONTAINER: Final = ("name", "state", "lastState", "restartCount", "started")
 
 Key = tuple[str, str]
 """Namespace and name."""
