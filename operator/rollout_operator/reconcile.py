@@ -33,7 +33,15 @@ _ROUNDS: Final = 6
 _RESTLESS_S: Final = 1.0
 _SETTLE_S: Final = 0.3
 """So long a pod may take to do what it was told before "on its way" is worth a write."""
-_PASSING: Final = frozenset({Reason.PAUSING, Reason.RESUMING, Reason.UPDATING})
+_PASSING: Final = frozenset(
+    {
+        Reason.PAUSING,
+        Reason.RESUMING,
+        Reason.UPDATING,
+        Reason.AWAITING_PUSH,  # its trainer may be pushing by now
+        Reason.LOADING_WEIGHTS,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -65,6 +66,36 @@ async def test_a_version_is_pushed_and_the_replica_says_so() -> None:
         with pytest.raises(UpdateFailed, match=r"layers\.0\.norm"):
             await adapter.update_weights(wrong, global_steps=4)
         assert pod.state.phase == "Serving"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5], ids=["at once", "half a second"])
+async def test_a_pushed_update_is_at_most_four_writes_and_tells_what_it_took(
+    seconds: float,
+) -> None:
+    def weights(step: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in mixed_tensors(step).items():
+            time.sleep(seconds / len(mixed_tensors(step)))
+            yield name, tensor
+
+    specs = [spec_of(*pair) for pair in mixed_tensors(1).items()]
+    async with bench() as b, pushed_replica(b) as (_, adapter):
+        for step in (1, 2):
+            await b.quiet()
+            start, known = len(b.server.requests), len(b.server.events())
+            await adapter.update_weights(weights(step), global_steps=step, manifest=specs)
+            await b.until(lambda step=step: b.status().get("weightVersion") == f"step-{step}")
+            await b.quiet()
+            written = [str(r) for r in b.server.requests[start:] if r.write]
+            assert b.server.writes(start).count("PATCH rolloutreplicas/qwen") == 1
+            assert len(written) - 1 <= 4, written  # beside the trainer's own
+            assert b.server.events()[known:] == [("Normal", "WeightsCommitted")]
+        update = b.status()["weightUpdate"]
+        assert (update["target"], update["phase"]) == ("step-2", "Committed")
+        assert (update["transport"], update["mode"]) == ("shared_memory", "bucketed")
+        assert update["bytes"] == sum(spec.nbytes for spec in specs)
+        assert update["pausedSeconds"] >= seconds / 2
+        assert {"cancel", "transfer", "commit"} <= update["seconds"].keys()
+        assert {"load", "wait", "finish"} <= update["seconds"]["steps"].keys()
 
 
 async def test_two_adapters_race_and_the_last_writer_of_the_replica_wins() -> None:

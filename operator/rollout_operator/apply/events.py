@@ -46,6 +46,10 @@ _WARNINGS: Final = frozenset(
 )
 
 
+_UPDATING: Final = frozenset({Reason.UPDATING, Reason.AWAITING_PUSH, Reason.LOADING_WEIGHTS})
+"""That it serves again after these is told by what it holds."""
+
+
 def transitions(old: ReplicaStatus, new: ReplicaStatus) -> list[tuple[Kind, str, str]]:
     """Return the events that the step from ``old`` to ``new`` is worth: type, reason, message."""
     before, after = old.condition(ConditionType.READY), new.condition(ConditionType.READY)
@@ -53,7 +57,7 @@ def transitions(old: ReplicaStatus, new: ReplicaStatus) -> list[tuple[Kind, str,
     if committed is not None and committed != old.last_committed:
         text = f"every rank holds {committed.version}"
         updated: list[tuple[Kind, str, str]] = [("Normal", "WeightsCommitted", text)]
-        if before is not None and before.reason in (Reason.UPDATING, Reason.AWAITING_PUSH):
+        if old.last_committed is not None and before is not None and before.reason in _UPDATING:
             return updated
         return updated + _changed(before, after)
     return _changed(before, after)
