@@ -16,6 +16,7 @@ from rollout_client.kube import Kube, ReplicaSelector, Superseded
 from rollout_client.trainer import ReplicaTarget, ServerAdapter
 from rollout_client.trainer import Superseded as AdapterSuperseded
 from tests.support.replica import Replica, in_flight, install_operator
+from tests.support.terminal import Terminal
 
 
 @pytest.fixture
@@ -49,9 +50,7 @@ async def test_who_asked_is_told_and_the_last_writer_wins(
         await (await tiny.pause()).wait(60)
         await (await tiny.resume()).wait(60)
         await (await tiny.set_weight_version("step-1", step=1)).wait(120)
-        assert "every rank of tiny holds step-2" in await rr(
-            "update", "tiny", "step-2", "--step=2", "--wait"
-        )
+        await asyncio.to_thread(update_at_a_terminal, replica, "step-2", "--step=2")
         selector = ReplicaSelector(namespace=replica.namespace)
         (endpoint,) = await selector.list()
         await selector.aclose()
@@ -80,6 +79,23 @@ async def test_who_asked_is_told_and_the_last_writer_wins(
         assert len(lines) == len(history) + 1
         await adapters_race(replica)
         await (await tiny.delete()).wait(60)
+
+
+def update_at_a_terminal(replica: Replica, version: str, *options: str) -> None:
+    """``kubectl rr update --wait`` as a person runs it: a line that changes, and the result in its place."""
+    cluster = replica.cluster
+    seen = Terminal(
+        [cluster.kubectl_path, "rr", "update", "tiny", version, *options, "--wait", "-n",
+         replica.namespace],
+        cluster.environment() | {"TERM": "xterm"},
+    )  # fmt: skip
+    try:
+        assert seen.end(150) == 0, seen.screen.text
+    finally:
+        seen.close()
+    assert seen.screen.text == [f"every rank of tiny holds {version}"]
+    assert seen.screen.codes, "it was drawn anew"
+    assert seen.screen.has_cursor
 
 
 RACES = (("step-3", "step-4"), ("step-1", "step-2"), ("step-3", "step-4"))
