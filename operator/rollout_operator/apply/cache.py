@@ -22,7 +22,7 @@ _READ: Final = {
         "creationTimestamp",
         "deletionTimestamp",
     ),
-    "spec": ("nodeName",),
+    "spec": ("nodeName", "restartPolicy"),
     "status": (
         "phase",
         "reason",
