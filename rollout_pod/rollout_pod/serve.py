@@ -193,6 +193,8 @@ async def _serve(settings: ServeSettings) -> int:
     else:
         return 0
     finally:
+        if head is not None and brain.done():
+            await head.dismiss()
         for server in servers:
             server.should_exit = True
         if not brain.done():

@@ -16,6 +16,7 @@ import pytest
 from rollout_pod.engine.base import EngineError, EngineStartError, Node
 from rollout_pod.engine.processes import engine_children
 from tests.support.engine_kit import checkpoint, engine_of, settings
+from tests.support.process import free_port
 
 pytestmark = [
     pytest.mark.engine,
@@ -97,6 +98,22 @@ async def test_the_words_of_a_child_that_fails(tmp_path):
     assert "incomplete metadata" in message
 
 
+async def test_a_start_ends_when_another_node_is_lost():
+    """vLLM itself waits for its ranks for half an hour."""
+    place = Node(rank=0, count=2, host="127.0.0.1", head="127.0.0.1", port=free_port())
+    with settings(checkpoint("dense", 0), "--tensor-parallel-size=2") as given:
+        engine = engine_of(replace(given, node=place))
+        start = asyncio.create_task(engine.start())
+        async with asyncio.timeout(90):
+            while not engine_children(frozenset()):
+                await asyncio.sleep(0.1)
+        engine.condemn("node 1 was not heard for 30 s")
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineStartError, match="node 1 was not heard"):
+                await start
+    assert engine_children(frozenset()) == []
+
+
 async def test_a_shutdown_ends_a_start_that_is_still_going_on():
     with settings(checkpoint("dense", 0)) as given:
         engine = engine_of(given)
@@ -124,6 +141,7 @@ async def test_nothing_works_before_the_start():
 SCRIPT = """
 import asyncio
 from tests.support.engine_kit import checkpoint, engine_of, settings
+from tests.support.process import free_port
 
 async def main():
     with settings({model!r}) as given:

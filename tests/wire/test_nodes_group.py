@@ -11,7 +11,9 @@ import pytest
 
 from rollout_pod.engine.base import EngineStartError
 from rollout_pod.nodes.follower import Follower, FollowError, Standing
+from rollout_pod.nodes.head import DISMISS_S
 from rollout_pod.server.node_app import make_node_data_app
+from rollout_pod.supervisor.state import EngineStatus
 from rollout_pod.weights.agent_client import StageError, TransferError
 from tests.support.fakes import FakeStaged
 from tests.support.node_group import (
@@ -143,6 +145,42 @@ async def test_a_node_whose_head_was_started_again_ends(site: GroupSite) -> None
         with pytest.raises(FollowError, match="the head was started again"):
             await task
     assert ranks.ended
+
+
+async def test_a_head_that_drained_is_followed_at_once(site: GroupSite) -> None:
+    """It waits until its nodes know: a node that only misses it would wait far longer."""
+    head, pod = site.head()
+    ranks = Ranks()
+    async with site.listening(head):
+        task = start(site.follower(), ranks)
+        await until(lambda: ranks.orders is not None)
+        pod.begin_drain()
+        await head.dismiss()
+    await task
+    assert ranks.ended
+
+
+async def test_a_head_whose_engine_is_dead_takes_its_nodes_along(site: GroupSite) -> None:
+    head, pod = site.head()
+    ranks = Ranks()
+    async with site.listening(head):
+        task = start(site.follower(), ranks)
+        await until(lambda: ranks.orders is not None)
+        pod.board.change(engine=EngineStatus.DEAD)
+        await head.dismiss()
+        with pytest.raises(FollowError, match="the engine is dead"):
+            await task
+    assert ranks.ended
+
+
+async def test_a_head_does_not_wait_for_a_node_that_is_gone(site: GroupSite) -> None:
+    head, pod = site.head()
+    await head.dismiss()  # nobody had joined
+    head.hear(site.follower().beat())
+    pod.begin_drain()
+    started = time.monotonic()
+    await head.dismiss()
+    assert DISMISS_S <= time.monotonic() - started < 2 * DISMISS_S
 
 
 async def test_a_node_whose_ranks_end_ends(site: GroupSite) -> None:

@@ -126,6 +126,8 @@ class VllmEngine:
             while not self._constructing.done():
                 await asyncio.wait({self._constructing}, timeout=_NOTE_S)
                 await asyncio.to_thread(self._note_belongings)
+                if (death := self._lifeline.death()) is not None:
+                    raise EngineStartError(death)
             info = self._constructing.result()
             if self._share is None:
                 await self._start_receivers()

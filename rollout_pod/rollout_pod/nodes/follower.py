@@ -163,6 +163,8 @@ class Follower:
             else:
                 heard = time.monotonic()
                 self._head_drains = orders.draining
+                if orders.dead and not self._ends_as_asked:
+                    raise FollowError("the engine is dead: its head ends")
                 if orders.up and self.standing is Standing.STARTING:
                     self._stand(Standing.UP)
             await self._pause()

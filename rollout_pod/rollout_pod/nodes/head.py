@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -12,11 +13,14 @@ from rollout_pod.engine.base import EngineStartError, Node
 from rollout_pod.nodes.muster import Member, Muster, named
 from rollout_pod.protocol import NodeBeat, NodeOrders
 from rollout_pod.supervisor.board import Board
+from rollout_pod.supervisor.state import EngineStatus
 
 log = structlog.get_logger(__name__)
 
 SILENCE_S: Final = 30.0
 """Between head and node, in both directions: longer than any stall of a process that lives."""
+DISMISS_S: Final = 3.0
+"""Three beats of a node."""
 _LOOK_S: Final = 1.0
 
 
@@ -60,6 +64,9 @@ class Head:
     silence_s: float = SILENCE_S
     _pod: Led | None = None
     _complete: asyncio.Event = field(default_factory=asyncio.Event)
+    _dismissed: set[int] = field(default_factory=set)
+    """The nodes that know that the head ends."""
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         """Nobody is there yet."""
@@ -77,6 +84,7 @@ class Head:
         """
         if self._pod is None:
             raise RuntimeError("nobody leads yet")
+        state = self._pod.board.state
         before = {member.boot_id for member in self._muster.members()}
         self._muster.hear(beat, time.monotonic())
         if beat.boot_id not in before:
@@ -85,13 +93,18 @@ class Head:
             self._complete.set()
         if beat.draining:
             self._pod.begin_drain()
+            state = self._pod.board.state
+        if state.draining or state.engine is EngineStatus.DEAD:
+            self._dismissed.add(beat.rank)
+            self._news.set()
         return NodeOrders(
             boot_id=self._pod.board.boot_id,
             host=self.place.host,
             port=self.place.port,
             go=self._muster.sealed,
             up=self._pod.is_started,
-            draining=self._pod.board.state.draining,
+            draining=state.draining,
+            dead=state.engine is EngineStatus.DEAD,
         )
 
     async def gather(self, timeout_s: float) -> None:
@@ -120,6 +133,16 @@ class Head:
                 break
         log.error("node lost", error=lost, group=self.group)
         on_lost(lost)
+
+    async def dismiss(self) -> None:
+        """Before the head ends: let every node hear of it, if it asks in time. One that does not
+        finds out by the silence.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISMISS_S):
+                while {member.rank for member in self.members()} - self._dismissed:
+                    self._news.clear()
+                    await self._news.wait()
 
     def members(self) -> tuple[Member, ...]:
         """The nodes, by rank; none before all are there."""

@@ -41,6 +41,8 @@ class NodeOrders(_Part):
     """The engine has started."""
     draining: bool
     """The head ends, and the node with it: no failure."""
+    dead: bool = False
+    """The engine is dead: the head ends, and the node with it."""
 
 
 class NodeStage(_Part):
