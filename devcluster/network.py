@@ -23,6 +23,7 @@ SYSCTLS = (
 )
 """What kubelet, kube-proxy and the CNI plugins change on a machine."""
 
+INTERFACES = Path("/sys/class/net")
 CHAIN_PREFIX = "KUBE-"
 TIMEOUT_S = 30.0
 
@@ -60,9 +61,9 @@ def write_sysctls(values: Mapping[str, str]) -> None:
 
 def bridge_owner() -> str | None:
     """Return the state folder that the pod bridge was made for; None without a bridge."""
-    if not Path("/sys/class/net", BRIDGE).exists():
+    if not Path(INTERFACES, BRIDGE).exists():
         return None
-    return Path("/sys/class/net", BRIDGE, "ifalias").read_text().strip()
+    return Path(INTERFACES, BRIDGE, "ifalias").read_text().strip()
 
 
 def ensure_bridge(root: Path) -> None:
@@ -107,9 +108,14 @@ def overlapping_route(routes: str) -> str | None:
 
 def remove_bridge() -> None:
     """Take the bridge away, with the pods' ends that still hang on it."""
-    ports = Path("/sys/class/net", BRIDGE, "brif")
+    ports = Path(INTERFACES, BRIDGE, "brif")
     for port in sorted(ports.iterdir()) if ports.exists() else ():
-        run("ip", "link", "delete", port.name)
+        try:
+            run("ip", "link", "delete", port.name)
+        except DevclusterError:
+            # the kernel takes it away by itself, some time after the last process of its pod
+            if port.exists():
+                raise
     if bridge_owner() is not None:
         run("ip", "link", "delete", BRIDGE)
 

@@ -3,14 +3,15 @@
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 
-from devcluster import processes
+from devcluster import network, processes
 from devcluster.cluster import node_ready
-from devcluster.errors import failed
+from devcluster.errors import DevclusterError, failed
 from devcluster.health import complaint, wait_until
 from devcluster.leftovers import (
     Before,
@@ -21,7 +22,7 @@ from devcluster.leftovers import (
     tasks,
 )
 from devcluster.network import chains_removal, overlapping_route
-from devcluster.settings import CONTEXT, FIRST, SECOND, load_settings
+from devcluster.settings import BRIDGE, CONTEXT, FIRST, SECOND, load_settings
 
 SAVED = """\
 *filter
@@ -52,6 +53,25 @@ def test_only_kube_proxys_chains_and_the_jumps_into_them_are_removed():
         "-X KUBE-SERVICES\n"
         "COMMIT\n"
     )
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_an_interface_that_goes_by_itself_meanwhile_is_no_failure(monkeypatch, tmp_path, gone):
+    port = tmp_path / BRIDGE / "brif" / "veth1"
+    port.mkdir(parents=True)
+
+    def fail(*argv):
+        assert argv == ("ip", "link", "delete", "veth1")
+        if gone:
+            port.rmdir()
+            (tmp_path / BRIDGE / "brif").rmdir()
+            (tmp_path / BRIDGE).rmdir()
+        raise DevclusterError("Cannot find device")
+
+    monkeypatch.setattr(network, "run", fail)
+    monkeypatch.setattr(network, "INTERFACES", tmp_path)
+    with nullcontext() if gone else pytest.raises(DevclusterError):
+        network.remove_bridge()
 
 
 def test_without_such_chains_nothing_is_touched():
