@@ -65,14 +65,14 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.persistence.progress_storage = NoProgress()
     watching = settings.watching
     watching.server_timeout, watching.client_timeout, watching.connect_timeout = 300, 310, 30
-    watching.chunk_size = 100
+    watching.chunk_size = 50
     watching.label_selectors["v1", "pods"] = _OURS
     watching.label_selectors["v1", "services"] = _OURS
     settings.networking.request_timeout = 30
     # Kopf's growing pauses would keep a watch away long after the API server is back
     settings.networking.error_backoffs = [0.2, 0.5, 1, 1] + [2] * 300
     # of thousands of objects at the start, few have a worker of Kopf's at a time
-    settings.queueing.idle_timeout = 0.1
+    settings.queueing.idle_timeout = 0.01
     settings.queueing.exit_timeout = 0.2
     settings.process.ultimate_exiting_timeout = 4
 

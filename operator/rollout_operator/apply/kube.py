@@ -29,7 +29,7 @@ _PREFIXES: Final = {
     LEASES: "/apis/coordination.k8s.io/v1",
 }
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=20)
-_PAGE: Final = 200
+_PAGE: Final = 100
 _JSON: Final = "application/json"
 _MERGE: Final = "application/merge-patch+json"
 _APPLY: Final = "application/apply-patch+yaml"

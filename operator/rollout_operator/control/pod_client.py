@@ -1,6 +1,7 @@
 """Speaks to pods' admin ports: the desired document down, the state document up."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final, Protocol, Self
 
 import aiohttp
@@ -146,7 +147,7 @@ class PodClient:
                 params=query,
                 data=body,
                 headers={**headers, "Content-Type": "application/json"},
-                timeout=aiohttp.ClientTimeout(total=timeout, connect=_CONNECT_TIMEOUT_S),
+                timeout=_limits(timeout),
                 allow_redirects=False,
             ) as response:
                 data = await response.content.read(_MAX_BODY)
@@ -164,6 +165,12 @@ class PodClient:
             raise Unreachable(f"{verb} {what}: {str(error) or type(error).__name__}") from error
         finally:
             self._metrics.pod_requests.labels(verb=verb, outcome=outcome).inc()
+
+
+@lru_cache(maxsize=16)
+def _limits(total: float) -> aiohttp.ClientTimeout:
+    # one for thousands of polls
+    return aiohttp.ClientTimeout(total=total, connect=_CONNECT_TIMEOUT_S)
 
 
 def _problem(status: int, data: bytes) -> PodError:
