@@ -5,6 +5,7 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, Protocol
+from urllib.request import getproxies
 
 import aiohttp
 from kubernetes.aio import client, config
@@ -90,6 +91,8 @@ class KubeApi:
     async def connect(cls, *, metrics: Metrics, server: str | None = None) -> "KubeApi":
         """Connect by the service account, else by the kubeconfig, or plainly to ``server``."""
         settings = client.Configuration()
+        # else each request asks two threads for a proxy and a netrc
+        settings.client_session_kwargs = {"trust_env": bool(getproxies())}
         if server is not None:
             settings.host = server
         elif os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
