@@ -1,6 +1,7 @@
-"""A dozen seeds of chaos for real: processes die, the API server and kubelet are away, specs change.
+"""A dozen seeds of chaos for real: processes die, the API server and kubelet are away, requests are
+refused and watch events lost, specs change.
 
-``CHAOS_REAL_SEEDS=7,8`` runs others. Each seed tells what it did; the invariants are looked at all the
+``CHAOS_REAL_SEEDS=7,8`` runs others. Each seed prints what it did, also where all is well; the invariants are looked at all the
 time, and at its end the replica is what was asked for last and generates what that version says.
 """
 
@@ -23,8 +24,10 @@ from devcluster import processes
 from devcluster.client import Cluster, CommandError
 from devcluster.settings import Settings
 from examples.tiny_models import make
+from rollout_client import Rollout
 from tests.support.devcluster import must
 from tests.support.engine_kit import prompts
+from tests.support.faulty_way import FaultyWay
 from tests.support.replica import Replica, container_pids, install_operator
 
 SEEDS = [int(seed) for seed in os.environ.get("CHAOS_REAL_SEEDS", "").split(",") if seed] or [
@@ -36,14 +39,48 @@ SETTLE_S = 150.0
 
 
 @pytest.fixture(scope="module")
-def replica(cluster: Cluster) -> Iterator[Replica]:
+def way(settings: Settings, cluster: Cluster) -> Iterator[FaultyWay]:
+    """How the operators reach the API server."""
+    if settings.external:
+        pytest.skip("the parts of this cluster are not ours to kill")
+    made = FaultyWay(settings, SEEDS[0])
+    with made.open():
+        yield made
+
+
+def by_this_way(cluster: Cluster, namespace: str, way: FaultyWay) -> dict[str, Any]:
+    """Values of the chart with which the operators take it."""
+    account = "by-the-way"
+    cluster.kubectl("-n", namespace, "create", "serviceaccount", account)
+    token = cluster.kubectl("-n", namespace, "create", "token", account, "--duration=3h").strip()
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": account},
+        "stringData": {"config": json.dumps(way.kubeconfig(token))},
+    }
+    cluster.kubectl("-n", namespace, "apply", "-f", "-", input=json.dumps(secret))
+    return {
+        "serviceAccount": {"create": False, "name": account},
+        "extraEnv": [
+            {"name": "KUBECONFIG", "value": f"/etc/{account}/config"},
+            # what a watch loses the next list finds
+            {"name": "ROLLOUT_OPERATOR_RESYNC_SECONDS", "value": "15"},
+        ],
+        "extraVolumes": [{"name": account, "secret": {"secretName": account}}],
+        "extraVolumeMounts": [{"name": account, "mountPath": f"/etc/{account}"}],
+    }
+
+
+@pytest.fixture(scope="module")
+def replica(cluster: Cluster, way: FaultyWay) -> Iterator[Replica]:
     """Two operators, and one replica that serves base."""
     name = f"chaos-{uuid.uuid4().hex[:6]}"
     assert cluster.data is not None
     for seed, version in enumerate(VERSIONS):
         make(cluster.data / name / version, seed=seed)
     cluster.kubectl("create", "namespace", name)
-    install_operator(cluster, name)
+    install_operator(cluster, name, by_this_way(cluster, name, way))
     made = Replica(cluster, name, cluster.data / name)
     made.apply()
     made.serving("base")
@@ -56,15 +93,34 @@ def replica(cluster: Cluster) -> Iterator[Replica]:
 class Story:
     """What one seed does."""
 
-    def __init__(self, settings: Settings, replica: Replica, seed: int) -> None:
-        self.settings, self.replica = settings, replica
+    def __init__(self, settings: Settings, replica: Replica, way: FaultyWay, seed: int) -> None:
+        self.settings, self.replica, self.way = settings, replica, way
+        self.seed = seed
+        self.told: list[str] = []
         self.dice = random.Random(seed)
         self.wanted: dict[str, Any] = {"paused": False, "weightVersion": None}
         self.operations: list[Callable[[], str]] = [
             self.patch, self.patch, self.kill_operator, self.kill_operators,
             self.restart_api_server, self.stop_kubelet, self.kill_agent, self.kill_engine,
-            self.delete_pod,
+            self.delete_pod, self.refuse_requests, self.lose_events,
         ]  # fmt: skip
+
+    def chosen(self) -> list[Callable[[], str]]:
+        """The first one goes by the seed, so that each one is in a dozen of them."""
+        first = self.operations[self.seed % len(self.operations)]
+        return [first, *self.dice.choices(self.operations, k=OPERATIONS - 1)]
+
+    def do(self, operation: Callable[[], str]) -> None:
+        """Do it, and keep what it says."""
+        self.told.append(f"{operation.__name__}: {operation()}")
+
+    def refuse_requests(self) -> str:
+        self.way.refuses = self.dice.choice((0.1, 0.4))
+        return f"{self.way.refuses:g} of all"
+
+    def lose_events(self) -> str:
+        self.way.loses = self.dice.choice((0.3, 1.0))
+        return f"{self.way.loses:g} of all, or they are late"
 
     def patch(self) -> str:
         version = self.dice.choice(VERSIONS)
@@ -181,23 +237,36 @@ def watched(replica: Replica) -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_dies_the_replica_becomes_what_was_asked_for(
-    settings: Settings, replica: Replica, seed: int
+    settings: Settings,
+    replica: Replica,
+    way: FaultyWay,
+    seed: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if settings.external:
-        pytest.skip("the parts of this cluster are not ours to kill")
-    story = Story(settings, replica, seed)
+    story, before, begun = Story(settings, replica, way, seed), +way.done, time.monotonic()
+    try:
+        rollout, version = _run(story)
+    finally:
+        way.refuses = way.loses = 0.0
+        done = ", ".join(f"{count} x {what}" for what, count in (way.done - before).items())
+        with capsys.disabled():
+            print(f"\nseed {seed}, {time.monotonic() - begun:.0f} s: {'; '.join(story.told)}")
+            print(f"  requests and events: {done or 'all passed on'}", flush=True)
+    assert [span.version for span in rollout.weight_versions] == [version]
+    assert replica.is_greedy(version, prompts(1)[0], rollout)
+
+
+def _run(story: Story) -> tuple[Rollout, str]:
+    """Until all is as it was asked for last; the faults of the way last as long."""
+    replica = story.replica
     with watched(replica):
-        for _ in range(OPERATIONS):
-            operation = story.dice.choice(story.operations)
-            print(f"seed {seed}: {operation.__name__}: {operation()}", flush=True)
+        for operation in story.chosen():
+            story.do(operation)
             time.sleep(story.dice.choice((0.0, 0.3, 2.0)))
-        print(f"seed {seed}: patch: {story.patch()}", flush=True)
+        story.do(story.patch)
         version = story.wanted["weightVersion"] or "base"
         if story.wanted["paused"]:
             replica.until_condition("Ready", "True", "Paused", timeout_s=SETTLE_S)
             replica.patch(paused=False)
         replica.serving(version, timeout_s=SETTLE_S)
-    prompt = prompts(1)[0]
-    rollout = asyncio.run(replica.generate(prompt, 30))
-    assert [span.version for span in rollout.weight_versions] == [version]
-    assert replica.is_greedy(version, prompt, rollout)
+    return asyncio.run(replica.generate(prompts(1)[0], 30)), version

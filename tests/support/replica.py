@@ -28,11 +28,13 @@ START_S = 180.0
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-def install_operator(cluster: Cluster, namespace: str) -> None:
+def install_operator(
+    cluster: Cluster, namespace: str, values: Mapping[str, Any] | None = None
+) -> None:
     """By helm, as users do: the operator runs as a pod."""
     cluster.helm(
         "install", "ro", str(CHART), "-n", namespace, "--take-ownership", "--wait",
-        "--timeout=120s",
+        "--timeout=120s", "--values=-", input=json.dumps(values or {}),
     )  # fmt: skip
 
 
