@@ -21,6 +21,7 @@ from rollout_operator.apply.kube import (
 )
 from rollout_operator.memory import Memory, Token
 from rollout_operator.plan import manifests
+from rollout_operator.plan.ends import depends_on_node
 from rollout_operator.plan.observed import (
     ChildSeen,
     NodeState,
@@ -33,7 +34,6 @@ from rollout_operator.plan.observed import (
     ownership,
     pod_seen,
 )
-from rollout_operator.plan.restarts import depends_on_node
 
 log = structlog.get_logger(__name__)
 

@@ -8,8 +8,8 @@ from rollout_operator.api import names
 from rollout_operator.api.conditions import Reason
 from rollout_operator.api.spec import RolloutSpec
 from rollout_operator.api.times import unix
+from rollout_operator.plan.ends import OVERDUE_S
 from rollout_operator.plan.manifests import pod_hash
-from rollout_operator.plan.restarts import OVERDUE_S
 from rollout_pod.protocol import BASE_VERSION, DesiredDocument
 from tests.support.chaos_pods import ChaosPod
 from tests.support.chaos_site import Site

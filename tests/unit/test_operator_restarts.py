@@ -14,6 +14,7 @@ from rollout_operator.api.spec import RestartPolicy
 from rollout_operator.api.status import Restarts
 from rollout_operator.api.times import rfc3339, unix
 from rollout_operator.plan.actions import Action, CreatePod, DeletePod
+from rollout_operator.plan.ends import OVERDUE_S, depends_on_node, end_of
 from rollout_operator.plan.observed import (
     NodeState,
     Ownership,
@@ -24,7 +25,7 @@ from rollout_operator.plan.observed import (
     pod_seen,
 )
 from rollout_operator.plan.plan import make_plan
-from rollout_operator.plan.restarts import OVERDUE_S, depends_on_node, end_of, next_start
+from rollout_operator.plan.restarts import next_start
 from rollout_operator.plan.status import render_status
 from rollout_pod.protocol import PodPhase
 from tests.support.operator_objects import (

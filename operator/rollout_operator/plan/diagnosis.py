@@ -8,22 +8,15 @@ from rollout_operator.api.spec import Interruption, InterruptionMode, RolloutSpe
 from rollout_operator.plan.actions import Verdict
 from rollout_operator.plan.document import wanted_version
 from rollout_operator.plan.observed import ContainerSeen, PodSeen, Report, Seen
-from rollout_operator.plan.restarts import death, out_of_memory
+from rollout_operator.plan.obstacle import CRASH_LOOP, death, obstacle, out_of_memory
 from rollout_operator.plan.sleep import asleep, not_asleep, weights_asleep
 from rollout_pod.protocol import PodPhase, StateDocument, UpdatePhase
 
 UNREACHABLE_GRACE_S: Final = 10.0
 """So long what a pod said last (or what the status says) counts, although it does not answer."""
-_IMAGE_REASONS: Final = frozenset(
-    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"}
-)
-_CONFIG_REASONS: Final = frozenset({"CreateContainerConfigError", "CreateContainerError"})
-_VOLUME_WORDS: Final = ("persistentvolumeclaim", "volume node affinity", "persistent volume")
-"""Of the scheduler, where a volume keeps the pod from every node."""
 _ENGINE_TROUBLE: Final = frozenset(
     {Reason.ENGINE_FAILED, Reason.ENGINE_RESTARTING, Reason.OOM_KILLED}
 )
-_CRASH_LOOP: Final = "CrashLoopBackOff"
 _STARTING: Final = frozenset({Reason.POD_STARTING, Reason.ENGINE_STARTING})
 READY_REASONS: Final = frozenset({Reason.SERVING, Reason.PAUSED, Reason.SLEEPING})
 
@@ -121,23 +114,9 @@ def _still(replica: Replica, verdict: Verdict) -> Verdict:
 
 
 def _containers(replica: Replica, pod: PodSeen, state: StateDocument | None) -> Verdict | None:
-    if pod.unschedulable:
-        volume = any(word in pod.unschedulable.lower() for word in _VOLUME_WORDS)
-        reason = Reason.VOLUME_UNAVAILABLE if volume else Reason.UNSCHEDULABLE
-        return Verdict(reason=reason, message=f"pod {pod.name}: {pod.unschedulable}")
-    for container in filter(None, (pod.weights, pod.engine)):
-        # kubelet alternates between an error and its back-off: their common part is the news
-        text = f"pod {pod.name}: {container.waiting_message.rpartition('ErrImagePull: ')[2]}"
-        if container.waiting in _IMAGE_REASONS:
-            return Verdict(reason=Reason.IMAGE_PULL_FAILED, message=text)
-        if container.waiting in _CONFIG_REASONS:
-            return Verdict(reason=Reason.POD_CONFIG_ERROR, message=text)
-    agent = pod.weights
-    if agent and not agent.running and (agent.waiting == _CRASH_LOOP or agent.exit_code):
-        return Verdict(
-            reason=Reason.WEIGHTS_AGENT_FAILED,
-            message=f"the container weights of pod {pod.name} ended: {death(agent)}",
-        )
+    found = obstacle(pod)
+    if found is not None:
+        return found
     if pod.engine is not None:
         return _engine_trouble(replica, pod, pod.engine, state)
     return None
@@ -159,7 +138,7 @@ def _engine_trouble(
     available = replica.status.condition(ConditionType.AVAILABLE)
     at_start = (available is None or available.status != "True") and was not in _ENGINE_TROUBLE
     # an engine that served is given its restart; one that never came up needs a person
-    stalled = at_start or stuck or engine.waiting == _CRASH_LOOP
+    stalled = at_start or stuck or engine.waiting == CRASH_LOOP
     oom = not failed and out_of_memory(engine)
     if oom:
         message = (

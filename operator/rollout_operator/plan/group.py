@@ -9,18 +9,10 @@ from rollout_operator.api.spec import RolloutSpec
 from rollout_operator.api.status import Restarts
 from rollout_operator.api.times import rfc3339
 from rollout_operator.plan.actions import CreatePod, DeletePod, Plan, Verdict
+from rollout_operator.plan.ends import OVERDUE_S, End, end_of, missing_ranks
 from rollout_operator.plan.manifests import pod_hash
 from rollout_operator.plan.observed import PodSeen, Seen
-from rollout_operator.plan.restarts import (
-    OVERDUE_S,
-    End,
-    end_of,
-    exhausted,
-    given_up,
-    has_failed,
-    missing_ranks,
-    next_start,
-)
+from rollout_operator.plan.restarts import exhausted, given_up, has_failed, next_start
 from rollout_pod.protocol import DesiredDocument
 
 JsonObject = dict[str, Any]

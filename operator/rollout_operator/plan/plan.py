@@ -21,9 +21,10 @@ from rollout_operator.plan.actions import (
     Verdict,
 )
 from rollout_operator.plan.document import render_document
+from rollout_operator.plan.ends import OVERDUE_S, End, end_of
 from rollout_operator.plan.group import DELETING_RETRY_S, MIN_LIFE_S, plan_group
 from rollout_operator.plan.observed import Ownership, PodSeen, Seen
-from rollout_operator.plan.restarts import OVERDUE_S, End, end_of, exhausted, given_up, next_start
+from rollout_operator.plan.restarts import exhausted, given_up, next_start
 from rollout_operator.plan.template import TemplateError
 from rollout_pod.protocol import DesiredDocument
 

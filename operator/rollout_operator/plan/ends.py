@@ -1,0 +1,131 @@
+"""Why the pods of a replica end, as one: what came from outside, and what is their own fault."""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from rollout_operator.api.conditions import Reason
+from rollout_operator.api.spec import RolloutSpec
+from rollout_operator.plan.observed import PodSeen, Seen
+from rollout_operator.plan.obstacle import death, out_of_memory
+
+OVERDUE_S: Final = 60.0
+"""So long after it must have ended a pod of a lost node is given up."""
+_EVICTED: Final = "Evicted"
+_BY_TAINT: Final = "DeletionByTaintManager"
+_SHUTDOWN: Final = frozenset({"Terminated", "NodeShutdown", "Shutdown"})
+_DISRUPTIONS: Final = {
+    "EvictionByEvictionAPI": Reason.EVICTED,
+    _BY_TAINT: Reason.EVICTED,
+    "PreemptionByScheduler": Reason.PREEMPTED,
+    "DeletionByPodGC": Reason.NODE_LOST,
+    "TerminationByKubelet": Reason.NODE_SHUTDOWN,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """Why a pod ended, or ends."""
+
+    reason: Reason
+    message: str
+    failure: bool
+    """Whether the replica itself may be at fault: only these count towards ``maxRestarts``."""
+
+
+def depends_on_node(pod: PodSeen, now: float) -> bool:
+    """Tell whether what becomes of the pod is known only of its node: a taint ends pods of a node
+    that is lost, and of one that a person wants empty.
+    """
+    overdue = now >= pod.delete_by + OVERDUE_S
+    return bool(pod.deleting and pod.node and (overdue or pod.disruption == _BY_TAINT))
+
+
+def end_of(seen: Seen) -> End | None:
+    """Return why the replica's pods end; None where they do not, or where a person deleted one.
+
+    Of several that end, what came from outside is the cause, then a lack of memory: the others end
+    since their engine has.
+    """
+    pod = seen.pod
+    lives = pod is not None and not (pod.deleting or pod.over)
+    if lives and seen.report is not None and seen.report.fenced:
+        text = "it obeys another owner or a later generation"
+        return End(reason=Reason.FENCED, message=text, failure=False)
+    members = group_of(seen)
+    asked = any(member.deleting for member in members)
+    ends = [
+        (member, end)
+        for member in members
+        if (end := _end(member, lost=_on_lost_node(seen, member))) is not None
+        # one that has drained since another was asked to end, or is gone, has done what it should
+        and not (member.phase == "Succeeded" and (asked or len(members) < seen.nodes))
+    ]
+    if not ends:
+        return _vanished(seen)
+    member, end = min(ends, key=lambda found: _weight(found[1]))
+    return end if member is pod else replace(end, message=f"{member.name}: {end.message}")
+
+
+def group_of(seen: Seen) -> tuple[PodSeen, ...]:
+    """Return the pods that are one engine: the head and those that follow it; without a head, all
+    that are left.
+    """
+    if seen.pod is None:
+        return seen.followers
+    return (seen.pod, *(pod for pod in seen.followers if pod.group == seen.pod.uid))
+
+
+def missing_ranks(spec: RolloutSpec, seen: Seen) -> tuple[int, ...]:
+    """Return the ranks whose name no pod has."""
+    there = {pod.rank for pod in seen.followers}
+    return tuple(rank for rank in range(1, spec.nodes) if rank not in there)
+
+
+def _vanished(seen: Seen) -> End | None:
+    """An engine that has started, and lacks a pod: no new one can take its place."""
+    head = seen.pod
+    if head is None or head.deleting or head.over or head.engine is None:
+        return None
+    if not (seen.nodes > 1 and head.engine.started):
+        return None
+    there = {pod.rank for pod in seen.followers if pod.group == head.uid}
+    gone = [str(rank) for rank in range(1, seen.nodes) if rank not in there]
+    if not gone:
+        return None
+    text = f"the pod of rank {', '.join(gone)} is gone"
+    return End(reason=Reason.NODE_POD_GONE, message=text, failure=False)
+
+
+def _weight(end: End) -> int:
+    if not end.failure:
+        return 0
+    return {Reason.EVICTED: 1, Reason.OOM_KILLED: 2}.get(end.reason, 3)
+
+
+def _on_lost_node(seen: Seen, pod: PodSeen) -> bool:
+    if pod is seen.pod:
+        return seen.node is not None and seen.node.lost
+    return pod.name in seen.lost
+
+
+def _end(pod: PodSeen, *, lost: bool) -> End | None:
+    if not (pod.deleting or pod.over):
+        return None
+    if pod.deleting and lost:
+        text = f"its node {pod.node} is lost"
+        return End(reason=Reason.NODE_LOST, message=text, failure=False)
+    if pod.reason == _EVICTED:
+        return End(reason=Reason.EVICTED, message=pod.failure, failure=True)
+    text = pod.failure or pod.disruption_message or pod.disruption
+    if pod.disruption in _DISRUPTIONS:
+        return End(reason=_DISRUPTIONS[pod.disruption], message=text, failure=False)
+    if not pod.over or pod.deleting:
+        # one that was asked to stop ends as asked: that is no failure
+        return None
+    if pod.reason in _SHUTDOWN:
+        return End(reason=Reason.NODE_SHUTDOWN, message=text, failure=False)
+    engine = pod.engine
+    if pod.final and not text and engine is not None and engine.exit_code:
+        reason = Reason.OOM_KILLED if out_of_memory(engine) else Reason.ENGINE_FAILED
+        return End(reason=reason, message=death(engine), failure=True)
+    return End(reason=Reason.POD_FAILED, message=text or pod.phase, failure=True)
