@@ -293,6 +293,93 @@ def test_a_head_that_drained_for_another_has_not_failed():
     assert made.counts() == {}
 
 
+def ended(**traits: Any) -> dict[str, Any]:
+    """What is seen of a pod whose engine has drained: kubelet still ends the sidecar."""
+    return {"ready": False, "engine": container(running=False, exit_code=0, **traits)}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", ["Running", "Succeeded"])
+def test_one_that_drained_for_another_has_not_failed_whatever_its_sidecar_does(
+    rank: int, phase: str
+):
+    made = served()
+    made.change(1 - rank, deleting=True, delete_by=NOW + 45)
+    made.change(rank, phase=phase, **ended())
+    made.settle()
+    assert made.reason() == ("False", Reason.POD_REPLACING)
+    assert made.counts() == {}
+
+
+@pytest.mark.parametrize("phase", ["Running", "Succeeded"])
+def test_an_eviction_that_is_seen_late_is_counted_all_the_same(phase: str):
+    """The operator was away until the pods had drained."""
+    made = served()
+    made.change(
+        1, deleting=True, delete_by=NOW + 45, disruption="EvictionByEvictionAPI", phase=phase,
+        **ended(),
+    )  # fmt: skip
+    made.change(0, phase=phase, **ended())
+    made.settle()
+    assert made.counts() == {"Evicted": 1}
+    assert made.reason() == ("False", Reason.EVICTED)
+    assert made.restarts.consecutive == 0
+
+
+def test_a_follower_whose_head_is_asked_to_end_has_not_failed():
+    made = served()
+    made.change(0, deleting=True, delete_by=NOW + 45)
+    made.die(1)
+    made.settle()
+    assert made.reason() == ("False", Reason.POD_REPLACING)
+    assert made.counts() == {}
+
+
+def test_a_follower_whose_head_is_gone_has_not_failed():
+    """As when the operator was away while the head was drained off its node."""
+    made = served()
+    del made.pods["qwen-0"]
+    made.die(1)
+    made.run(20)
+    assert len(made.made) == 4
+    assert made.counts() == {}
+
+
+def test_a_lack_of_memory_counts_although_the_head_is_asked_to_end():
+    made = served()
+    made.change(0, deleting=True, delete_by=NOW + 45)
+    killed = container(running=False, exit_code=137, exit_reason="OOMKilled")
+    made.change(1, ready=False, engine=killed)
+    made.settle()
+    assert made.counts() == {"OOMKilled": 1}
+
+
+def test_what_was_counted_stays_the_cause_when_the_others_are_asked_to_end():
+    made = served()
+    at = made.now
+    made.die(1)
+    made.settle()
+    assert made.pods["qwen-0"].deleting
+    assert made.reason() == ("False", Reason.ENGINE_FAILED)
+    del made.pods["qwen-0"]
+    made.settle()
+    assert made.reason() == ("False", Reason.ENGINE_FAILED)
+    made.run(20)
+    assert made.made[2][:2] == (at + 10, "qwen-0")
+
+
+def test_the_pause_after_an_eviction_by_kubelet_is_kept_while_the_others_end():
+    made = served()
+    at = made.now
+    made.change(1, ready=False, phase="Failed", reason="Evicted", failure="Evicted: memory")
+    made.settle()
+    assert made.pods["qwen-0"].deleting
+    made.run(20)
+    assert made.made[2][:2] == (at + 10, "qwen-0")
+    assert made.counts() == {"Evicted": 1}
+    assert made.restarts.consecutive == 1
+
+
 def test_pods_that_end_by_themselves_have_failed_and_are_waited_for():
     """As when kubelet ends a head that did not start in time: it drains, and the others with it."""
     made = served()

@@ -70,6 +70,9 @@ def over(**traits: Any) -> PodSeen:
         (over(reason="Evicted"), (Reason.EVICTED, True)),
         # by the eviction API: kubectl drain, a descheduler
         (going(disruption="EvictionByEvictionAPI"), (Reason.EVICTED, False)),
+        # and has drained
+        (going(phase="Succeeded", disruption="EvictionByEvictionAPI"), (Reason.EVICTED, False)),
+        (going(phase="Succeeded", disruption="PreemptionByScheduler"), (Reason.PREEMPTED, False)),
         (over(disruption="EvictionByEvictionAPI"), (Reason.EVICTED, False)),
         (going(disruption="DeletionByTaintManager"), (Reason.EVICTED, False)),
         (going(disruption="PreemptionByScheduler"), (Reason.PREEMPTED, False)),

@@ -10,7 +10,6 @@ from rollout_operator.plan.obstacle import death, out_of_memory
 
 OVERDUE_S: Final = 60.0
 """So long after it must have ended a pod of a lost node is given up."""
-_EVICTED: Final = "Evicted"
 _BY_TAINT: Final = "DeletionByTaintManager"
 _SHUTDOWN: Final = frozenset({"Terminated", "NodeShutdown", "Shutdown"})
 _DISRUPTIONS: Final = {
@@ -20,6 +19,9 @@ _DISRUPTIONS: Final = {
     "DeletionByPodGC": Reason.NODE_LOST,
     "TerminationByKubelet": Reason.NODE_SHUTDOWN,
 }
+
+_LIKE_EFFECTS: Final = frozenset({Reason.POD_FAILED, Reason.ENGINE_FAILED})
+"""What the end of another pod of the group looks like, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +53,12 @@ def end_of(seen: Seen) -> End | None:
     if lives and seen.report is not None and seen.report.fenced:
         text = "it obeys another owner or a later generation"
         return End(reason=Reason.FENCED, message=text, failure=False)
-    members = group_of(seen)
-    asked = any(member.deleting for member in members)
-    ends = [
+    found = [
         (member, end)
-        for member in members
+        for member in group_of(seen)
         if (end := _end(member, lost=_on_lost_node(seen, member))) is not None
-        # one that has drained since another was asked to end, or is gone, has done what it should
-        and not (member.phase == "Succeeded" and (asked or len(members) < seen.nodes))
     ]
+    ends = [(member, end) for member, end in found if not _is_effect(seen, member, end)]
     if not ends:
         return _vanished(seen)
     member, end = min(ends, key=lambda found: _weight(found[1]))
@@ -79,6 +78,24 @@ def missing_ranks(spec: RolloutSpec, seen: Seen) -> tuple[int, ...]:
     """Return the ranks whose name no pod has."""
     there = {pod.rank for pod in seen.followers}
     return tuple(rank for rank in range(1, spec.nodes) if rank not in there)
+
+
+def drained(pod: PodSeen) -> bool:
+    """Tell whether the pod's engine is over, and ended as one that was asked to."""
+    ended = pod.over and pod.engine is not None and pod.engine.exit_code == 0
+    return pod.phase == "Succeeded" or ended
+
+
+def _is_effect(seen: Seen, pod: PodSeen, end: End) -> bool:
+    """Tell whether the pod has ended as it should, since another was asked to end or is gone."""
+    if end.reason not in _LIKE_EFFECTS:
+        return False
+    members = group_of(seen)
+    asked = any(member.deleting for member in members if member is not pod)
+    if drained(pod):
+        return asked or len(members) < seen.nodes
+    # its ranks lose their engine when the head's process ends
+    return pod.rank > 0 and (asked or seen.pod is None)
 
 
 def _vanished(seen: Seen) -> End | None:
@@ -114,7 +131,7 @@ def _end(pod: PodSeen, *, lost: bool) -> End | None:
     if pod.deleting and lost:
         text = f"its node {pod.node} is lost"
         return End(reason=Reason.NODE_LOST, message=text, failure=False)
-    if pod.reason == _EVICTED:
+    if pod.evicted_by_kubelet:
         return End(reason=Reason.EVICTED, message=pod.failure, failure=True)
     text = pod.failure or pod.disruption_message or pod.disruption
     if pod.disruption in _DISRUPTIONS:
@@ -128,4 +145,6 @@ def _end(pod: PodSeen, *, lost: bool) -> End | None:
     if pod.final and not text and engine is not None and engine.exit_code:
         reason = Reason.OOM_KILLED if out_of_memory(engine) else Reason.ENGINE_FAILED
         return End(reason=reason, message=death(engine), failure=True)
-    return End(reason=Reason.POD_FAILED, message=text or pod.phase, failure=True)
+    # kubelet still ends its sidecar
+    phase = "its engine has ended" if pod.phase == "Running" else pod.phase
+    return End(reason=Reason.POD_FAILED, message=text or phase, failure=True)

@@ -12,7 +12,7 @@ from rollout_operator.plan.actions import CreatePod, DeletePod, Plan, Verdict
 from rollout_operator.plan.ends import OVERDUE_S, End, end_of, missing_ranks
 from rollout_operator.plan.manifests import pod_hash
 from rollout_operator.plan.observed import PodSeen, Seen
-from rollout_operator.plan.restarts import exhausted, given_up, has_failed, next_start
+from rollout_operator.plan.restarts import counted_end, exhausted, given_up, next_start
 from rollout_pod.protocol import DesiredDocument
 
 JsonObject = dict[str, Any]
@@ -40,7 +40,7 @@ def plan_group(
     before a new head comes. Planning again on the result does nothing.
     """
     head, wanted = seen.pod, pod_hash(spec)
-    end = end_of(seen)
+    end = counted_end(counted, seen) or end_of(seen)
     whole = head is not None and end is None and not _ends(seen)
     refusal = seen.refusal if seen.refusal and seen.refusal.hash == wanted else None
     if refusal is not None and now < refusal.retry_at and (whole or not _pods(seen)):
@@ -125,8 +125,7 @@ def _end_all(
     pods = _pods(seen)
     why = end or End(reason=Reason.POD_REPLACING, message="the group ends", failure=False)
     start = max((p.created + MIN_LIFE_S for p in pods if p.over), default=now)
-    failed = end.failure if end is not None else has_failed(counted, seen)
-    if failed and counted is not None:
+    if why.failure and counted is not None:
         start = next_start(spec.restart_policy, counted)
     message = f"{why.message}; the pods of all nodes are replaced"
     if start > now:

@@ -61,6 +61,15 @@ class ContainerSeen:
     exit_message: str
     started: bool = False
     """Its startup probe has passed."""
+    started_at: float = 0.0
+    """Unix seconds since which it runs, or ran last; 0 where it never did."""
+    ended_at: float = 0.0
+    """Unix seconds of its newest death."""
+
+    @property
+    def ran(self) -> bool:
+        """Whether its process was ever started."""
+        return self.running or self.exit_code is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +112,11 @@ class PodSeen:
         ended = self.engine is not None and self.engine.exit_code is not None
         over = self.final and ended and not (self.engine and self.engine.running)
         return over or self.phase in ("Failed", "Succeeded")
+
+    @property
+    def evicted_by_kubelet(self) -> bool:
+        """Whether its node was short of memory or disk."""
+        return self.reason == "Evicted"
 
     @property
     def answering(self) -> bool:
@@ -247,6 +261,8 @@ def _container(statuses: Sequence[Raw] | None, name: str) -> ContainerSeen | Non
         exit_reason=death.get("reason") or "",
         exit_message=_last_line(death.get("message") or ""),
         started=raw.get("started") is True,
+        started_at=unix((state.get("running") or death).get("startedAt")),
+        ended_at=unix(death.get("finishedAt")),
     )
 
 

@@ -4,6 +4,8 @@ All of it stands in ``status.restarts``, written before a pod that failed is rep
 that restarts in between neither forgets a failure nor counts it twice.
 """
 
+from typing import Final
+
 from rollout_operator.api.conditions import ConditionType, Reason, shorten
 from rollout_operator.api.replica import Replica
 from rollout_operator.api.spec import RestartPolicy, RolloutSpec
@@ -15,15 +17,24 @@ from rollout_operator.plan.manifests import pod_hash
 from rollout_operator.plan.observed import Ownership, PodSeen, Seen
 from rollout_operator.plan.obstacle import death, out_of_memory
 
+_FAILURES: Final = frozenset({Reason.POD_FAILED, Reason.ENGINE_FAILED, Reason.OOM_KILLED})
 
-def has_failed(counted: Restarts | None, seen: Seen) -> bool:
-    """Tell whether the present pods' end was counted as a failure of their own."""
+
+def counted_end(counted: Restarts | None, seen: Seen) -> End | None:
+    """Return the end of the present pods that was counted; None where none was.
+
+    What the others do afterwards, or that they are gone, changes nothing of it.
+    """
     members = group_of(seen)
     if counted is None or not members:
-        return False
+        return None
     uid = members[0].group or members[0].uid
-    own = (Reason.POD_FAILED, Reason.ENGINE_FAILED, Reason.OOM_KILLED)
-    return (counted.pod_uid, counted.pod_ended) == (uid, True) and counted.last_reason in own
+    reason = next((known for known in Reason if known == counted.last_reason), None)
+    if (counted.pod_uid, counted.pod_ended) != (uid, True) or reason is None:
+        return None
+    # of the evictions only kubelet's own is a failure
+    evicted = reason is Reason.EVICTED and any(p.evicted_by_kubelet for p in members)
+    return End(reason=reason, message=counted.message, failure=evicted or reason in _FAILURES)
 
 
 def tally(replica: Replica, spec: RolloutSpec, seen: Seen, now: float) -> Restarts | None:
