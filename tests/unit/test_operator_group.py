@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rollout_operator.api.conditions import ConditionType, Reason
 from rollout_operator.plan import manifests
 from rollout_operator.plan.document import render_document
+from rollout_operator.plan.ends import CAUSE_S
 from rollout_operator.plan.observed import Ownership, Refusal, Report
 from rollout_operator.plan.plan import make_plan
 from tests.support.group_world import GroupWorld
@@ -378,6 +379,82 @@ def test_the_pause_after_an_eviction_by_kubelet_is_kept_while_the_others_end():
     assert made.made[2][:2] == (at + 10, "qwen-0")
     assert made.counts() == {"Evicted": 1}
     assert made.restarts.consecutive == 1
+
+
+SHUTDOWN: dict[str, Any] = {"reason": "Terminated", "disruption": "TerminationByKubelet"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("kubelet", "reason"),
+    [(SHUTDOWN, Reason.NODE_SHUTDOWN), ({"reason": "Evicted"}, Reason.EVICTED)],
+)
+def test_what_kubelet_says_late_of_a_drain_is_the_cause(
+    rank: int, kubelet: dict[str, Any], reason: Reason
+):
+    """No pod is ever marked as deleted, and the head drains first, wherever it was asked."""
+    made = served()
+    made.change(0, **ended(ended_at=NOW))
+    made.settle()
+    made.change(0, phase="Failed" if rank == 0 else "Succeeded", **(kubelet if rank == 0 else {}))
+    made.settle()
+    if rank == 1:
+        assert made.reason() == ("False", Reason.POD_REPLACING)
+        assert made.counts() == {}
+        made.change(1, **ended(ended_at=NOW + 2))
+        made.run(8)
+        assert made.counts() == {}
+        made.change(1, phase="Failed", **kubelet)
+        made.settle()
+    assert made.reason() == ("False", reason)
+    assert made.counts() == {reason: 1}
+    assert made.removed == [] or rank == 0
+    made.run(30)
+    assert len(made.made) == 4
+
+
+def test_a_follower_that_drains_before_its_head_is_waited_for_too():
+    made = served()
+    made.change(1, **ended(ended_at=NOW))
+    made.settle()
+    assert made.counts() == {}
+    assert made.plan().document is not None, "the head is told on"
+    made.change(1, phase="Failed", **SHUTDOWN)
+    made.settle()
+    assert made.counts() == {"NodeShutdown": 1}
+
+
+def test_a_drain_without_a_cause_is_a_failure_once_all_are_over():
+    made = served()
+    for rank in (0, 1):
+        made.change(rank, **ended(ended_at=NOW))
+        made.settle()
+    assert made.counts() == {}
+    for rank in (0, 1):
+        made.change(rank, phase="Succeeded")
+        made.settle()
+    assert made.counts() == {"PodFailed": 1}
+
+
+def test_a_drain_without_a_cause_is_a_failure_after_a_while():
+    made = served()
+    made.change(0, phase="Succeeded", **ended(ended_at=NOW))
+    made.run(CAUSE_S - 1)
+    assert made.counts() == {}
+    assert made.removed == []
+    made.run(1)
+    assert made.counts() == {"PodFailed": 1}
+    assert "qwen-1" not in made.pods or made.pods["qwen-1"].deleting
+
+
+def test_a_changed_spec_waits_for_no_cause():
+    made = served()
+    made.change(0, phase="Succeeded", **ended(ended_at=NOW))
+    made.settle()
+    made.spec |= {"model": "mended"}
+    made.generation += 1
+    made.run(11)
+    assert len(made.made) == 4
 
 
 def test_pods_that_end_by_themselves_have_failed_and_are_waited_for():

@@ -83,7 +83,7 @@ def over(**traits: Any) -> PodSeen:
     ],
 )
 def test_why_a_pod_ends(what: PodSeen, expected: tuple[Reason, bool] | None):
-    end = end_of(seen(what))
+    end = end_of(seen(what), NOW)
     assert (end and (end.reason, end.failure)) == expected
 
 
@@ -100,7 +100,7 @@ def test_why_a_pod_ends(what: PodSeen, expected: tuple[Reason, bool] | None):
 def test_only_a_lost_node_makes_a_pod_that_lingers_a_lost_one(
     node: NodeState | None, reason: Reason | None
 ):
-    end = end_of(seen(going(), node=node))
+    end = end_of(seen(going(), node=node), NOW)
     assert (end and end.reason) == reason
 
 
@@ -134,6 +134,33 @@ def test_what_a_pod_says_of_its_end():
     assert found.delete_by == NOW
     raw["status"]["conditions"][0]["status"] = "False"
     assert pod_seen(raw, name="qwen", uid=UID).disruption == ""
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"waiting": {"reason": "ContainerCreating"}}, (False, 0, 0)),
+        ({"running": {"startedAt": "2027-01-15T08:00:00Z"}}, (True, NOW, 0)),
+        (
+            {
+                "terminated": {
+                    "exitCode": 1,
+                    "startedAt": "2027-01-15T08:00:00Z",
+                    "finishedAt": "2027-01-15T08:00:09Z",
+                }
+            },
+            (True, NOW, NOW + 9),
+        ),
+    ],
+)
+def test_when_a_container_ran(state: Any, expected: tuple[bool, float, float]):
+    raw = {
+        "metadata": {"name": "qwen-0", "uid": "u"},
+        "status": {"containerStatuses": [{"name": "engine", "state": state}]},
+    }
+    engine = pod_seen(raw, name="qwen", uid=UID).engine
+    assert engine is not None
+    assert (engine.ran, engine.started_at, engine.ended_at) == expected
 
 
 # -- one replica's life, with a clock; the operator remembers nothing but the status

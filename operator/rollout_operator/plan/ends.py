@@ -10,6 +10,8 @@ from rollout_operator.plan.obstacle import death, out_of_memory
 
 OVERDUE_S: Final = 60.0
 """So long after it must have ended a pod of a lost node is given up."""
+CAUSE_S: Final = 30.0
+"""So long after one pod of a group has drained kubelet may take to say why another one ends."""
 _BY_TAINT: Final = "DeletionByTaintManager"
 _SHUTDOWN: Final = frozenset({"Terminated", "NodeShutdown", "Shutdown"})
 _DISRUPTIONS: Final = {
@@ -42,8 +44,9 @@ def depends_on_node(pod: PodSeen, now: float) -> bool:
     return bool(pod.deleting and pod.node and (overdue or pod.disruption == _BY_TAINT))
 
 
-def end_of(seen: Seen) -> End | None:
-    """Return why the replica's pods end; None where they do not, or where a person deleted one.
+def end_of(seen: Seen, now: float) -> End | None:
+    """Return why the replica's pods end; None where they do not, where a person deleted one, or
+    where it :func:`shows_at` a later time.
 
     Of several that end, what came from outside is the cause, then a lack of memory: the others end
     since their engine has.
@@ -61,6 +64,8 @@ def end_of(seen: Seen) -> End | None:
     ends = [(member, end) for member, end in found if not _is_effect(seen, member, end)]
     if not ends:
         return _vanished(seen)
+    if shows_at(seen, now) is not None:
+        return None
     member, end = min(ends, key=lambda found: _weight(found[1]))
     return end if member is pod else replace(end, message=f"{member.name}: {end.message}")
 
@@ -84,6 +89,26 @@ def drained(pod: PodSeen) -> bool:
     """Tell whether the pod's engine is over, and ended as one that was asked to."""
     ended = pod.over and pod.engine is not None and pod.engine.exit_code == 0
     return pod.phase == "Succeeded" or ended
+
+
+def shows_at(seen: Seen, now: float) -> float | None:
+    """Return until when, at most, the cause of an end is waited for; None where it is not.
+
+    Kubelet that ends a pod since its node shuts down, or is short of memory, says so only when the
+    pod is over. Until then a group that drains looks as if nobody had asked it to.
+    """
+    members = group_of(seen)
+    ended = [pod.engine.ended_at for pod in members if drained(pod) and pod.engine]
+    open_ = any(pod.phase not in ("Failed", "Succeeded") for pod in members)
+    if len(members) < 2 or len(members) < seen.nodes or not (ended and open_):
+        return None
+    if any(pod.deleting for pod in members):
+        return None
+    causes = (_end(pod, lost=False) for pod in members)
+    if any(end is not None and end.reason not in _LIKE_EFFECTS for end in causes):
+        return None
+    at = max(ended) + CAUSE_S
+    return at if now < at else None
 
 
 def _is_effect(seen: Seen, pod: PodSeen, end: End) -> bool:

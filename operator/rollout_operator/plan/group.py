@@ -9,7 +9,7 @@ from rollout_operator.api.spec import RolloutSpec
 from rollout_operator.api.status import Restarts
 from rollout_operator.api.times import rfc3339
 from rollout_operator.plan.actions import CreatePod, DeletePod, Plan, Verdict
-from rollout_operator.plan.ends import OVERDUE_S, End, end_of, missing_ranks
+from rollout_operator.plan.ends import OVERDUE_S, End, end_of, missing_ranks, shows_at
 from rollout_operator.plan.manifests import pod_hash
 from rollout_operator.plan.observed import PodSeen, Seen
 from rollout_operator.plan.restarts import counted_end, exhausted, given_up, next_start
@@ -40,7 +40,11 @@ def plan_group(
     before a new head comes. Planning again on the result does nothing.
     """
     head, wanted = seen.pod, pod_hash(spec)
-    end = counted_end(counted, seen) or end_of(seen)
+    end = counted_end(counted, seen) or end_of(seen, now)
+    shows = shows_at(seen, now)
+    if end is None and shows is not None and head is not None and head.hash == wanted:
+        verdict = Verdict(reason=Reason.POD_REPLACING, message=_UNASKED.format(rfc3339(shows)))
+        return Plan(document=steer, verdict=verdict, requeue_after=shows - now)
     whole = head is not None and end is None and not _ends(seen)
     refusal = seen.refusal if seen.refusal and seen.refusal.hash == wanted else None
     if refusal is not None and now < refusal.retry_at and (whole or not _pods(seen)):
@@ -81,6 +85,10 @@ def plan_group(
     return _end_all(spec, seen, end, counted, now, written=written, steer=steer)
 
 
+_UNASKED: Final = (
+    "a pod has drained, and nothing tells yet who asked it to: that shows when the pods of all "
+    "nodes are over, or is given up at {}"
+)
 _STRAY: Final = End(reason=Reason.POD_REPLACING, message="of an earlier group", failure=False)
 
 
