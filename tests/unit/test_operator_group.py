@@ -612,6 +612,129 @@ def test_a_stranger_with_a_followers_name_is_reported():
     assert "Pod qwen-1" in made.message()
 
 
+# -- pods that are lacking
+
+
+def gave_up(made: GroupWorld, rank: int, after_s: float) -> None:
+    """Its engine has run so long, and ends, since the others are not there."""
+    made.now += after_s
+    made.die(rank, started_at=made.now - after_s, ended_at=made.now, exit_message="not there")
+    made.settle()
+
+
+JOIN_S = 3600 * 9 // 10
+PENDING: dict[str, Any] = {"phase": "Pending", "engine": None}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("traits", "reason"),
+    [
+        ({**PENDING, "unschedulable": "0/1 nodes"}, Reason.UNSCHEDULABLE),
+        ({**PENDING, "unschedulable": "PersistentVolumeClaim a"}, Reason.VOLUME_UNAVAILABLE),
+        ({"engine": container(running=False, waiting="ErrImagePull")}, Reason.IMAGE_PULL_FAILED),
+        (
+            {"engine": container(running=False, waiting="CreateContainerConfigError")},
+            Reason.POD_CONFIG_ERROR,
+        ),
+        ({"engine": container(running=False)}, Reason.POD_STARTING),
+        ({"engine": container(started_at=NOW + 100_000)}, Reason.POD_STARTING),
+    ],
+)
+def test_a_pod_that_waited_in_vain_for_another_has_not_failed(
+    rank: int, traits: dict[str, Any], reason: Reason
+):
+    made = world()
+    made.settle()
+    for times in range(1, 5):
+        made.change(rank, **traits)
+        gave_up(made, 1 - rank, JOIN_S)
+        assert made.counts() == {reason: times}
+        made.run(1)
+        assert len(made.made) == 2 * (times + 1), "at once: nobody has failed"
+    assert made.restarts.consecutive == 0
+    assert f"waited {JOIN_S} s" in made.restarts.message
+    assert f"qwen-{rank}" in made.restarts.message
+
+
+def test_two_that_waited_in_vain_for_a_third_have_not_failed():
+    made = world(nodes=3)
+    made.settle()
+    made.change(2, **PENDING, unschedulable="0/1 nodes")
+    gave_up(made, 1, JOIN_S)
+    gave_up(made, 0, JOIN_S + 2)
+    assert made.counts() == {"Unschedulable": 1}
+
+
+def test_an_engine_that_ends_before_it_waited_has_failed_whoever_is_there():
+    """A wrong argument: the images of the others are on their way still."""
+    made = world()
+    for times in range(1, 4):
+        made.settle()
+        made.change(1, **PENDING)
+        gave_up(made, 0, 3)
+        assert made.counts() == {"EngineFailed": times}
+        made.run(100)
+    assert made.reason(ConditionType.STALLED) == ("True", Reason.CRASH_LOOP)
+
+
+def test_an_engine_that_ends_with_all_there_has_failed_however_long_it_ran():
+    made = served()
+    gave_up(made, 0, 100_000)
+    assert made.counts() == {"EngineFailed": 1}
+
+
+@pytest.mark.parametrize(("refused", "reason"), [(True, "QuotaExceeded"), (False, "NodePodGone")])
+def test_a_pod_that_waited_for_one_that_was_never_made_has_not_failed(refused: bool, reason: str):
+    made = world()
+    made.settle()
+    head = made.pods["qwen-0"]
+    del made.pods["qwen-1"]
+    gone = container(running=False, exit_code=1, started_at=NOW, ended_at=NOW + JOIN_S)
+    refusal = Refusal(
+        hash=head.hash, reason=Reason.QUOTA_EXCEEDED, message="full", retry_at=NOW + JOIN_S + 30
+    )
+    made.change(0, engine=gone)
+    what = replace(made.seen, refusal=refusal if refused else None)
+    plan = make_plan(made.replica, what, NOW + JOIN_S, defaults=DEFAULTS)
+    assert plan.restarts is not None
+    assert (plan.restarts.last_reason, plan.restarts.consecutive) == (reason, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pod_that_vanished_while_the_engine_loaded_is_no_failure_of_those_that_miss_it(rank: int):
+    """The head takes no other in its place: that one ends, and then, after a silence, the head."""
+    made = world()
+    made.settle()
+    made.now += 300
+    del made.pods["qwen-1"]
+    made.settle()
+    assert made.pods["qwen-1"].group == made.pods["qwen-0"].uid
+    made.now += 30
+    started = NOW if rank == 0 else made.now - 5
+    made.change(1, engine=container(started_at=made.now - 5))
+    made.die(rank, started_at=started, ended_at=made.now, exit_message="another process")
+    made.settle()
+    assert made.counts() == {"NodePodGone": 1}
+    made.run(1)
+    assert len(made.made) == 5
+    assert made.restarts.consecutive == 0
+
+
+def test_a_pod_that_came_late_and_served_fails_as_any_other():
+    made = world()
+    made.settle()
+    made.now += 300
+    del made.pods["qwen-1"]
+    made.settle()
+    made.change(1, engine=container(started_at=made.now))
+    made.serve()
+    made.now += 1000
+    made.die(1, started_at=made.now - 1000, ended_at=made.now)
+    made.settle()
+    assert made.counts() == {"EngineFailed": 1}
+
+
 # -- whatever happens
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout_operator.api.conditions import ConditionType, Reason
 from rollout_operator.api.replica import Replica
-from rollout_operator.api.spec import RestartPolicy
+from rollout_operator.api.spec import RestartPolicy, RolloutSpec
 from rollout_operator.api.status import Restarts
 from rollout_operator.api.times import rfc3339, unix
 from rollout_operator.plan.actions import Action, CreatePod, DeletePod
@@ -39,6 +39,7 @@ from tests.support.operator_objects import (
     state,
 )
 
+SPEC = RolloutSpec(model="m")
 QUICK = {
     "backoffSeconds": 10,
     "backoffLimitSeconds": 60,
@@ -83,7 +84,7 @@ def over(**traits: Any) -> PodSeen:
     ],
 )
 def test_why_a_pod_ends(what: PodSeen, expected: tuple[Reason, bool] | None):
-    end = end_of(seen(what), NOW)
+    end = end_of(SPEC, seen(what), NOW)
     assert (end and (end.reason, end.failure)) == expected
 
 
@@ -100,7 +101,7 @@ def test_why_a_pod_ends(what: PodSeen, expected: tuple[Reason, bool] | None):
 def test_only_a_lost_node_makes_a_pod_that_lingers_a_lost_one(
     node: NodeState | None, reason: Reason | None
 ):
-    end = end_of(seen(going(), node=node), NOW)
+    end = end_of(SPEC, seen(going(), node=node), NOW)
     assert (end and end.reason) == reason
 
 

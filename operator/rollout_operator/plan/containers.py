@@ -173,6 +173,13 @@ def engine_args(spec: RolloutSpec) -> list[str]:
     return args
 
 
+def join_timeout_s(spec: RolloutSpec) -> int:
+    """Return how long the pods of one engine wait for each other: their error is to come before
+    the startup probe gives up, whose words say less.
+    """
+    return max(1, spec.load_timeout_seconds * 9 // 10)
+
+
 def _among_others(spec: RolloutSpec, place: Place) -> list[str]:
     """What a pod has to know to find the others of its engine."""
     if place.nodes == 1:
@@ -184,8 +191,7 @@ def _among_others(spec: RolloutSpec, place: Place) -> list[str]:
         *own,
         *("--group", place.group or "$(POD_UID)"),
         *("--advertise", "$(POD_IP)"),
-        # before the startup probe gives up, whose words say less
-        *("--join-timeout", str(max(1, spec.load_timeout_seconds * 9 // 10))),
+        *("--join-timeout", str(join_timeout_s(spec))),
     ]
 
 

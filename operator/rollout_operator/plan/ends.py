@@ -5,13 +5,19 @@ from typing import Final
 
 from rollout_operator.api.conditions import Reason
 from rollout_operator.api.spec import RolloutSpec
+from rollout_operator.plan.actions import Verdict
+from rollout_operator.plan.containers import join_timeout_s
 from rollout_operator.plan.observed import PodSeen, Seen
-from rollout_operator.plan.obstacle import death, out_of_memory
+from rollout_operator.plan.obstacle import death, obstacle, out_of_memory
 
 OVERDUE_S: Final = 60.0
 """So long after it must have ended a pod of a lost node is given up."""
 CAUSE_S: Final = 30.0
 """So long after one pod of a group has drained kubelet may take to say why another one ends."""
+_TOGETHER_S: Final = 10.0
+"""The pods of a group are made one after the other; one that comes later replaces one."""
+_REFUSED_S: Final = 60.0
+"""A process that comes too late learns of it within, and its head has given the earlier one up."""
 _BY_TAINT: Final = "DeletionByTaintManager"
 _SHUTDOWN: Final = frozenset({"Terminated", "NodeShutdown", "Shutdown"})
 _DISRUPTIONS: Final = {
@@ -44,7 +50,7 @@ def depends_on_node(pod: PodSeen, now: float) -> bool:
     return bool(pod.deleting and pod.node and (overdue or pod.disruption == _BY_TAINT))
 
 
-def end_of(seen: Seen, now: float) -> End | None:
+def end_of(spec: RolloutSpec, seen: Seen, now: float) -> End | None:
     """Return why the replica's pods end; None where they do not, where a person deleted one, or
     where it :func:`shows_at` a later time.
 
@@ -66,6 +72,10 @@ def end_of(seen: Seen, now: float) -> End | None:
         return _vanished(seen)
     if shows_at(seen, now) is not None:
         return None
+    if all(end.reason in _LIKE_EFFECTS for _, end in ends):
+        incomplete = _incomplete(spec, seen)
+        if incomplete is not None:
+            return incomplete
     member, end = min(ends, key=lambda found: _weight(found[1]))
     return end if member is pod else replace(end, message=f"{member.name}: {end.message}")
 
@@ -121,6 +131,47 @@ def _is_effect(seen: Seen, pod: PodSeen, end: End) -> bool:
         return asked or len(members) < seen.nodes
     # its ranks lose their engine when the head's process ends
     return pod.rank > 0 and (asked or seen.pod is None)
+
+
+def _incomplete(spec: RolloutSpec, seen: Seen) -> End | None:
+    """Return why pods of a group ended that lacked another one; None where none was lacking.
+
+    An engine that ends at once, whoever is there (a wrong argument), has failed, although the
+    images of the other pods are still on their way.
+    """
+    head, members = seen.pod, group_of(seen)
+    dead = [p.engine for p in members if p.over and p.engine is not None and p.engine.exit_code]
+    if head is None or spec.nodes == 1 or not dead:
+        return None
+    first = min(dead, key=lambda engine: engine.ended_at)
+    waited = first.ended_at - first.started_at
+    if waited >= join_timeout_s(spec):
+        lacking = _not_started(seen, first.ended_at)
+        if lacking is not None:
+            text = f"the others waited {waited:.0f} s for a pod that did not start: "
+            return End(reason=lacking.reason, message=text + lacking.message, failure=False)
+    for pod in members:
+        began = pod.engine.started_at if pod.engine and pod.engine.ran else first.ended_at
+        if pod.created > head.created + _TOGETHER_S and first.ended_at < began + _REFUSED_S:
+            text = f"the engine started with a pod before {pod.name}, which is gone"
+            return End(reason=Reason.NODE_POD_GONE, message=text, failure=False)
+    return None
+
+
+def _not_started(seen: Seen, at: float) -> Verdict | None:
+    """Return what kept a pod of the group from running by then; None where all ran."""
+    members = group_of(seen)
+    for pod in members:
+        if pod.over or (pod.engine is not None and pod.engine.ran and pod.engine.started_at < at):
+            continue
+        text = f"the containers of pod {pod.name} were starting"
+        return obstacle(pod) or Verdict(reason=Reason.POD_STARTING, message=text)
+    there = {pod.rank for pod in members}
+    gone = [str(rank) for rank in range(seen.nodes) if rank not in there]
+    if gone and seen.refusal is not None:
+        return Verdict(reason=seen.refusal.reason, message=seen.refusal.message)
+    text = f"the pod of rank {', '.join(gone)} is not there"
+    return Verdict(reason=Reason.NODE_POD_GONE, message=text) if gone else None
 
 
 def _vanished(seen: Seen) -> End | None:

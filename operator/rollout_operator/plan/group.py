@@ -40,7 +40,7 @@ def plan_group(
     before a new head comes. Planning again on the result does nothing.
     """
     head, wanted = seen.pod, pod_hash(spec)
-    end = counted_end(counted, seen) or end_of(seen, now)
+    end = counted_end(counted, seen) or end_of(spec, seen, now)
     shows = shows_at(seen, now)
     if end is None and shows is not None and head is not None and head.hash == wanted:
         verdict = Verdict(reason=Reason.POD_REPLACING, message=_UNASKED.format(rfc3339(shows)))

@@ -163,7 +163,7 @@ def _pod(
             return given_up
     if pod is None:
         return Plan(actions=(CreatePod(manifest=manifest, hash=wanted),))
-    end = end_of(seen, now)
+    end = end_of(spec, seen, now)
     if pod.deleting:
         return _deleting(pod, end, now, written=written)
     if pod.hash != wanted:

@@ -52,7 +52,7 @@ def tally(replica: Replica, spec: RolloutSpec, seen: Seen, now: float) -> Restar
         return known
     # a group is counted once, by its head
     uid = pod.group or pod.uid
-    end = end_of(seen, now)
+    end = end_of(spec, seen, now)
     if end is not None:
         if known is not None and known.pod_uid == uid and known.pod_ended:
             return known
