@@ -10,6 +10,7 @@ from rollout_operator.api.conditions import ConditionType, Reason
 from rollout_operator.api.replica import Replica
 from rollout_operator.api.status import Restarts
 from rollout_operator.plan.actions import Action, CreatePod, DeletePod, Plan
+from rollout_operator.plan.ends import depends_on_node
 from rollout_operator.plan.observed import NodeState, PodSeen, Report, Seen, pod_seen
 from rollout_operator.plan.plan import make_plan
 from rollout_operator.plan.status import render_status
@@ -57,10 +58,13 @@ class GroupWorld:
             pod=head,
             followers=tuple(followers),
             nodes=self.nodes,
-            lost=frozenset(p.name for p in followers if p.node in self.lost_nodes),
-            node=NodeState.NOT_READY if head and head.node in self.lost_nodes else None,
+            lost=frozenset(p.name for p in followers if self._node_is_lost(p)),
+            node=NodeState.NOT_READY if head and self._node_is_lost(head) else None,
             report=report,
         )
+
+    def _node_is_lost(self, pod: PodSeen) -> bool:
+        return depends_on_node(pod, self.now) and pod.node in self.lost_nodes
 
     def plan(self) -> Plan:
         return make_plan(self.replica, self.seen, self.now, defaults=DEFAULTS)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_operator.api.conditions import ConditionType, Reason
+from rollout_operator.api.times import rfc3339
 from rollout_operator.plan import manifests
 from rollout_operator.plan.document import render_document
-from rollout_operator.plan.ends import CAUSE_S
+from rollout_operator.plan.ends import CAUSE_S, OVERDUE_S
 from rollout_operator.plan.observed import Ownership, Refusal, Report
 from rollout_operator.plan.plan import make_plan
 from tests.support.group_world import GroupWorld
@@ -532,6 +533,47 @@ def test_a_lost_node_is_given_up_by_force_once_it_is_overdue(rank: int):
     made.lost_nodes.clear()
     made.run(1)
     assert len(made.made) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_taint_of_a_lost_node_is_told_at_once_whosever_it_is(rank: int):
+    made = served()
+    made.lost_nodes.add(f"node-{rank}")
+    made.change(
+        rank, ready=False, deleting=True, delete_by=NOW + 16, disruption="DeletionByTaintManager"
+    )
+    made.settle()
+    assert made.reason() == ("False", Reason.NODE_LOST)
+    assert f"node-{rank} is lost" in made.message()
+    assert f"or at {rfc3339(NOW + 16 + OVERDUE_S)}" in made.message()
+    assert made.counts() == {"NodeLost": 1}
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_stray_on_a_lost_node_is_given_up_too_and_no_other(lost: bool):
+    made = world()
+    made.settle()
+    made.change(1, group="an-earlier-head", deleting=True, delete_by=NOW + 45)
+    made.lost_nodes.add("node-1" if lost else "node-7")
+    for _ in range(120):
+        wait = made.settle()
+        assert wait is not None or made.pods["qwen-1"].group == made.pods["qwen-0"].uid
+        made.now += 1
+    forced = [(at, why) for at, _, why, force in made.removed if force]
+    assert forced == ([(NOW + 45 + OVERDUE_S, Reason.NODE_LOST)] if lost else [])
+    assert (made.pods["qwen-1"].group == made.pods["qwen-0"].uid) is lost
+
+
+def test_a_mended_spec_does_not_wait_for_what_failed_before():
+    made = served(restartPolicy={**POLICY, "backoffSeconds": 600, "backoffLimitSeconds": 600})
+    made.die(0)
+    made.run(20)
+    assert len(made.made) == 2
+    made.spec |= {"model": "mended"}
+    made.generation += 1
+    made.run(1)
+    assert len(made.made) == 4
+    assert made.counts() == {"EngineFailed": 1}
 
 
 def test_it_gives_up_and_holds_no_gpu():

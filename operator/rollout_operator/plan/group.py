@@ -76,10 +76,12 @@ def plan_group(
             )
         )
     if head is not None and whole:
-        strays = tuple(_delete(pod, _STRAY) for pod in _strays(spec, seen) if not pod.deleting)
+        strays, waits = _let_go(seen, _strays(spec, seen), _STRAY, now)
         missing = missing_ranks(spec, seen)
         made = tuple(CreatePod(manifest=make_pod(r, head.uid), hash=wanted) for r in missing)
-        return Plan(actions=strays + made, document=steer)
+        return Plan(
+            actions=(*strays, *made), document=steer, requeue_after=min(waits, default=None)
+        )
     if not _pods(seen):
         return Plan(actions=(CreatePod(manifest=make_pod(0, ""), hash=wanted),))
     return _end_all(spec, seen, end, counted, now, written=written, steer=steer)
@@ -135,30 +137,49 @@ def _end_all(
     start = max((p.created + MIN_LIFE_S for p in pods if p.over), default=now)
     if why.failure and counted is not None:
         start = next_start(spec.restart_policy, counted)
+    if all(pod.hash != pod_hash(spec) for pod in pods):
+        # what failed is not what comes next
+        start = now
+        if why.failure:
+            why = End(reason=Reason.POD_REPLACING, message="the spec changed", failure=False)
     message = f"{why.message}; the pods of all nodes are replaced"
     if start > now:
         message += f". The next ones start at {rfc3339(start)}"
+    overdue = [p.delete_by + OVERDUE_S for p in pods if p.deleting and _on_lost_node(seen, p)]
+    if overdue:
+        message += f", once the lost node tells of its pod's end, or at {rfc3339(max(overdue))}"
     verdict = Verdict(reason=why.reason, message=message)
     if not written:
         return Plan(verdict=verdict, requeue_after=0.0)
+    actions, waits = _let_go(seen, pods, why, now, start)
+    if actions:
+        return Plan(actions=actions)
+    # one that is fenced is still listened to: what it says is why it goes
+    fenced = steer if why.reason is Reason.FENCED else None
+    return Plan(verdict=verdict, document=fenced, requeue_after=min(waits))
+
+
+def _let_go(
+    seen: Seen, pods: tuple[PodSeen, ...], why: End, now: float, start: float | None = None
+) -> tuple[tuple[DeletePod, ...], list[float]]:
+    """Return what ends the pods, and the seconds after which to look again; those that are over
+    are kept until ``start``.
+    """
     actions: list[DeletePod] = []
     waits: list[float] = []
     for pod in pods:
         if pod.deleting:
-            overdue = now >= pod.delete_by + OVERDUE_S
-            if overdue and _on_lost_node(seen, pod):
-                actions.append(_delete(pod, why, force=True))
+            if now >= pod.delete_by + OVERDUE_S and _on_lost_node(seen, pod):
+                text = f"its node {pod.node} is lost"
+                lost = End(reason=Reason.NODE_LOST, message=text, failure=False)
+                actions.append(_delete(pod, lost, force=True))
             else:
                 waits.append(DELETING_RETRY_S)
-        elif pod.over and start > now:
+        elif pod.over and start is not None and start > now:
             waits.append(start - now)
         else:
             actions.append(_delete(pod, why))
-    if actions:
-        return Plan(actions=tuple(actions))
-    # one that is fenced is still listened to: what it says is why it goes
-    fenced = steer if why.reason is Reason.FENCED else None
-    return Plan(verdict=verdict, document=fenced, requeue_after=min(waits))
+    return tuple(actions), waits
 
 
 def _on_lost_node(seen: Seen, pod: PodSeen) -> bool:

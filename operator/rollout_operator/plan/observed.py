@@ -166,11 +166,11 @@ class Seen:
     nodes: int = 1
     """That the spec asks for."""
     lost: frozenset[str] = frozenset()
-    """Names of followers whose end is overdue, on a node that is lost."""
+    """Names of followers whose node is lost; of those that :func:`ends.depends_on_node`."""
     report: Report | None = None
     refusal: Refusal | None = None
     node: NodeState | None = None
-    """Of a pod that :func:`restarts.depends_on_node`; None else: nodes are not watched."""
+    """Of a pod that :func:`ends.depends_on_node`; None else: nodes are not watched."""
 
 
 def ownership(raw: Raw, *, name: str, uid: str) -> Ownership:
