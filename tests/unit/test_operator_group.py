@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from rollout_operator.api.conditions import ConditionType, Reason
 from rollout_operator.api.times import rfc3339
 from rollout_operator.plan import manifests
+from rollout_operator.plan.actions import CreatePod
 from rollout_operator.plan.document import render_document
 from rollout_operator.plan.ends import CAUSE_S, OVERDUE_S
 from rollout_operator.plan.observed import Ownership, Refusal, Report
-from rollout_operator.plan.plan import make_plan
+from rollout_operator.plan.plan import PodDefaults, make_plan
 from tests.support.group_world import GroupWorld
 from tests.support.operator_objects import DEFAULTS, NOW, container, replica, state
 
@@ -175,6 +176,48 @@ def test_the_head_comes_first_and_the_others_bear_its_uid():
         ("qwen-2", 2, "Following", True),
     ]  # fmt: skip
     assert made.settle() is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "engine_image", "weights_image"),
+    [
+        ({}, "pod:1", "pod:1"),
+        ({"image": "mine:1"}, "mine:1", "mine:1"),
+        (
+            {
+                "template": {
+                    "spec": {
+                        "containers": [{"name": "engine", "image": "e:1"}],
+                        "initContainers": [{"name": "weights", "image": "w:1"}],
+                    }
+                }
+            },
+            "e:1",
+            "w:1",
+        ),
+    ],
+)
+def test_a_follower_is_of_its_heads_image_whatever_the_operators_is_by_now(
+    spec: dict[str, Any], engine_image: str, weights_image: str
+):
+    made = world(**spec)
+    made.settle()
+    del made.pods["qwen-1"]
+    plan = make_plan(made.replica, made.seen, NOW, defaults=PodDefaults(image="pod:2"))
+    (action,) = plan.actions
+    assert isinstance(action, CreatePod)
+    found: Any = action.manifest["spec"]
+    assert engine({"spec": found})["image"] == engine_image
+    assert next(c for c in found["initContainers"] if c["name"] == "weights")["image"] == (
+        weights_image
+    )
+    # a new group is of the new one
+    made.pods.clear()
+    plan = make_plan(made.replica, made.seen, NOW, defaults=PodDefaults(image="pod:2"))
+    (action,) = plan.actions
+    assert isinstance(action, CreatePod)
+    fresh: Any = action.manifest
+    assert engine(fresh)["image"] == (engine_image if spec else "pod:2")
 
 
 def test_it_is_ready_when_every_pod_is():

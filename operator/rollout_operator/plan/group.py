@@ -28,12 +28,12 @@ def plan_group(
     seen: Seen,
     now: float,
     *,
-    make_pod: Callable[[int, str], JsonObject],
+    make_pod: Callable[[int, PodSeen | None], JsonObject],
     steer: DesiredDocument | None,
     counted: Restarts | None,
 ) -> Plan:
-    """Return what to do with the pods of all ranks (``make_pod`` builds one, of a rank and a
-    group).
+    """Return what to do with the pods of all ranks (``make_pod`` builds one, of a rank
+    and, where that is not 0, behind a head).
 
     A group is a head and the pods that bear its uid. The head is made when no other pod is left,
     the others when it is there; when one of them ends, or is not what the spec asks for, all go
@@ -70,7 +70,7 @@ def plan_group(
                     uid=head.uid,
                     reason=Reason.POD_REPLACING,
                     message=f"pod {head.name} is replaced: the spec changed",
-                    replacement=make_pod(0, ""),
+                    replacement=make_pod(0, None),
                     replacement_hash=wanted,
                 ),
             )
@@ -78,12 +78,12 @@ def plan_group(
     if head is not None and whole:
         strays, waits = _let_go(seen, _strays(spec, seen), _STRAY, now)
         missing = missing_ranks(spec, seen)
-        made = tuple(CreatePod(manifest=make_pod(r, head.uid), hash=wanted) for r in missing)
+        made = tuple(CreatePod(manifest=make_pod(r, head), hash=wanted) for r in missing)
         return Plan(
             actions=(*strays, *made), document=steer, requeue_after=min(waits, default=None)
         )
     if not _pods(seen):
-        return Plan(actions=(CreatePod(manifest=make_pod(0, ""), hash=wanted),))
+        return Plan(actions=(CreatePod(manifest=make_pod(0, None), hash=wanted),))
     return _end_all(spec, seen, end, counted, now, written=written, steer=steer)
 
 

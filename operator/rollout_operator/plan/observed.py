@@ -102,6 +102,8 @@ class PodSeen:
     """0 is the head."""
     group: str = ""
     """The uid of the head's pod, of one that follows it."""
+    image: str = ""
+    """Of the engine, as the pod was made."""
     final: bool = False
     """Kubelet starts none of its containers again."""
 
@@ -216,6 +218,7 @@ def pod_seen(raw: Raw, *, name: str, uid: str) -> PodSeen:
         delete_by=unix(meta.get("deletionTimestamp")),
         rank=_rank(labels.get(names.RANK_LABEL)),
         group=labels.get(names.GROUP_LABEL) or "",
+        image=_image((raw.get("spec") or {}).get("containers"), names.ENGINE),
         final=(raw.get("spec") or {}).get("restartPolicy") == "Never",
         engine=_container(status.get("containerStatuses"), names.ENGINE),
         weights=_container(status.get("initContainerStatuses"), names.WEIGHTS),
@@ -243,6 +246,10 @@ def covers(actual: Any, wanted: Any) -> bool:
             and all(map(covers, actual, wanted))
         )
     return bool(actual == wanted)
+
+
+def _image(containers: Sequence[Raw] | None, name: str) -> str:
+    return next((c.get("image") or "" for c in containers or () if c.get("name") == name), "")
 
 
 def _container(statuses: Sequence[Raw] | None, name: str) -> ContainerSeen | None:

@@ -60,7 +60,7 @@ def make_plan(replica: Replica, seen: Seen, now: float, *, defaults: PodDefaults
     children = _children(replica, seen)
     make_pod = partial(_make_pod, replica, replica.spec, document, defaults)
     try:
-        manifest = make_pod(0, "")
+        manifest = make_pod(0, None)
     except TemplateError as error:
         verdict = Verdict(reason=Reason.INVALID_TEMPLATE, message=f"spec.{error}", stalled=True)
         return Plan(actions=children, document=steer, verdict=verdict, restarts=counted)
@@ -87,16 +87,17 @@ def _make_pod(
     document: DesiredDocument,
     defaults: PodDefaults,
     rank: int,
-    group: str,
+    head: PodSeen | None,
 ) -> manifests.JsonObject:
     return manifests.pod(
         replica,
         spec,
         document,
-        default_image=defaults.image,
+        # one engine is of one image, whichever operator made its head
+        default_image=(head.image if head is not None else "") or defaults.image,
         image_pull_policy=defaults.image_pull_policy,
         rank=rank,
-        group=group,
+        group=head.uid if head is not None else "",
     )
 
 
