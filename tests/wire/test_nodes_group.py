@@ -210,6 +210,61 @@ async def test_a_node_that_is_asked_to_end_lets_the_head_drain_first(site: Group
     assert ranks.ended
 
 
+class LosesBeats(httpx.AsyncHTTPTransport):
+    """The next ``lost`` requests do not arrive."""
+
+    lost = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self.lost:
+            self.lost -= 1
+            raise httpx.ReadError("reset", request=request)
+        return await super().handle_async_request(request)
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["the first", "a later one"])
+async def test_a_lost_beat_does_not_end_a_node_that_drains(site: GroupSite, told: bool) -> None:
+    """With its ranks would end all that the head has to finish yet."""
+    head, pod = site.head()
+    ranks, follower = Ranks(), site.follower(drain_timeout_s=30)
+    network = follower.transport = LosesBeats()
+    async with site.listening(head):
+        task = start(follower, ranks)
+        await until(lambda: ranks.orders is not None)
+        if not told:
+            network.lost = 2
+        follower.begin_drain()
+        await until(lambda: pod.drains > 0)
+        network.lost = 2
+        await until(lambda: network.lost == 0)
+        drains = pod.drains
+        await until(lambda: pod.drains > drains)
+        assert not task.done()
+        assert not ranks.ended
+    gone = time.monotonic()
+    await task
+    assert time.monotonic() - gone < SILENCE_S, "a head that is gone is no lost beat"
+    assert ranks.ended
+
+
+async def test_a_node_that_drains_does_not_wait_for_ever_for_a_head_that_it_cannot_tell(
+    site: GroupSite,
+) -> None:
+    head, pod = site.head()
+    ranks, follower = Ranks(), site.follower(drain_timeout_s=30)
+    network = follower.transport = LosesBeats()
+    async with site.listening(head):
+        task = start(follower, ranks)
+        await until(lambda: ranks.orders is not None)
+        network.lost = 1_000_000
+        asked = time.monotonic()
+        follower.begin_drain()
+        await task
+    assert SILENCE_S / 2 < time.monotonic() - asked < 5
+    assert pod.drains == 0
+    assert ranks.ended
+
+
 async def test_a_node_that_is_asked_to_end_before_it_joined_ends_at_once(site: GroupSite) -> None:
     follower = site.follower()
     task = start(follower, Ranks())

@@ -44,9 +44,11 @@ class Standing(StrEnum):
 
 
 class _NoOrdersError(Exception):
-    def __init__(self, message: str, *, fatal: bool = False) -> None:
+    def __init__(self, message: str, *, fatal: bool = False, refused: bool = False) -> None:
         super().__init__(message)
         self.fatal = fatal
+        self.refused = refused
+        """Nobody listens there any more."""
 
 
 @dataclass
@@ -154,10 +156,12 @@ class Follower:
                 if orders.boot_id != head_boot_id:
                     raise _NoOrdersError("the head was started again", fatal=True)
             except _NoOrdersError as error:
-                if self._ends_as_asked:
-                    return
-                silent = time.monotonic() - heard
-                if error.fatal or silent > self.silence_s:
+                if error.refused and self._head_drains:
+                    return  # it has ended, as it said
+                # what a lost beat ends, with the ranks, is all that the head still has to finish
+                if error.fatal or time.monotonic() - heard > self.silence_s:
+                    if self._ends_as_asked:
+                        return
                     raise FollowError(f"the head is lost: {error}") from None
                 self.message = str(error)
             else:
@@ -179,7 +183,7 @@ class Follower:
                 )
         except (httpx.HTTPError, TimeoutError) as error:
             text = f"{self.head}: {error or type(error).__name__}"
-            raise _NoOrdersError(text) from None
+            raise _NoOrdersError(text, refused=_is_refused(error)) from None
         try:
             if answer.status_code == httpx.codes.OK:
                 return NodeOrders.model_validate_json(answer.content)
@@ -202,3 +206,14 @@ class Follower:
         if (standing, message) != (self.standing, self.message):
             log.info("node", standing=standing.value, message=message, group=self.group)
         self.standing, self.message = standing, message
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether a connection was refused: unlike a name that is not known, that is an answer."""
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError):
+            return True
+        if isinstance(error, BaseExceptionGroup):  # of several addresses
+            return all(_is_refused(each) for each in error.exceptions)
+        error = error.__cause__ or error.__context__
+    return False
