@@ -384,6 +384,12 @@ class FakeEngine:
         self.dead = why
         self._move()
 
+    def condemn(self, reason: str) -> None:
+        self.kill(self.dead or reason)
+
+    def run_ranks(self) -> None:
+        raise AssertionError("the fake engine's ranks are the test's")
+
     @property
     def running(self) -> int:
         return len(self._requests)

@@ -1,6 +1,7 @@
 """Nodes and their head over real sockets: late, twice, killed, and of another group."""
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -10,12 +11,13 @@ import httpx
 import pytest
 
 from rollout_pod.engine.base import EngineStartError
-from rollout_pod.nodes.follower import Follower, FollowError, Standing
+from rollout_pod.nodes.follower import BEAT_S, Follower, FollowError, Standing
 from rollout_pod.nodes.head import DISMISS_S
 from rollout_pod.server.node_app import make_node_data_app
 from rollout_pod.supervisor.state import EngineStatus
 from rollout_pod.weights.agent_client import StageError, TransferError
 from tests.support.fakes import FakeStaged
+from tests.support.installed import installed_engines
 from tests.support.node_group import (
     HERE,
     SILENCE_S,
@@ -26,6 +28,7 @@ from tests.support.node_group import (
     served,
     two_agents,
 )
+from tests.support.process import serve_process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -181,6 +184,46 @@ async def test_a_head_does_not_wait_for_a_node_that_is_gone(site: GroupSite) -> 
     started = time.monotonic()
     await head.dismiss()
     assert DISMISS_S <= time.monotonic() - started < 2 * DISMISS_S
+
+
+async def test_a_head_that_fails_while_its_engine_lives_takes_its_nodes_along(
+    site: GroupSite,
+) -> None:
+    head, _ = site.head()
+    ranks = Ranks()
+    async with site.listening(head):
+        task = start(site.follower(), ranks)
+        await until(lambda: ranks.orders is not None)
+        started = time.monotonic()
+        await head.dismiss()
+        assert time.monotonic() - started < SILENCE_S
+        with pytest.raises(FollowError, match="the engine is dead"):
+            await task
+
+
+async def test_a_node_ends_in_order_with_an_idle_head_whose_drain_takes_no_time(
+    site: GroupSite,
+) -> None:
+    """At the pace of real beats: the head's process waits until the node has heard of it."""
+    options = ("--engine=fake", "--nodes=2", "--group=g", f"--advertise={HERE}")
+    with (
+        installed_engines({"fake": "tests.support.fakes:create"}) as env,
+        serve_process(site.folder, *options, engine_args=(), env=env) as pod,
+    ):
+        pod.start()
+        token = pod.run_dir / "admin" / "token"
+        await until(token.exists, 60)
+        ranks, follower = Ranks(), site.follower(join_timeout_s=60, token=token.read_text())
+        follower.head, follower.beat_s, follower.silence_s = f"http://{pod.admin}", BEAT_S, 30
+        task = start(follower, ranks)
+        await until(lambda: follower.standing is Standing.UP, 60)
+        assert pod.process is not None
+        pod.process.send_signal(signal.SIGTERM)
+        await until(lambda: pod.process is not None and pod.process.poll() is not None, 30)
+        ranks.fail()  # the engine's end takes them along
+        async with asyncio.timeout(10):
+            await task
+        assert pod.process.returncode == 0
 
 
 async def test_a_node_whose_ranks_end_ends(site: GroupSite) -> None:

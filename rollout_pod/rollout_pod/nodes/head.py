@@ -67,6 +67,8 @@ class Head:
     _dismissed: set[int] = field(default_factory=set)
     """The nodes that know that the head ends."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _ends: bool = False
+    """The head ends now, for whatever reason."""
 
     def __post_init__(self) -> None:
         """Nobody is there yet."""
@@ -94,7 +96,8 @@ class Head:
         if beat.draining:
             self._pod.begin_drain()
             state = self._pod.board.state
-        if state.draining or state.engine is EngineStatus.DEAD:
+        dead = state.engine is EngineStatus.DEAD or (self._ends and not state.draining)
+        if state.draining or dead:
             self._dismissed.add(beat.rank)
             self._news.set()
         return NodeOrders(
@@ -104,7 +107,7 @@ class Head:
             go=self._muster.sealed,
             up=self._pod.is_started,
             draining=state.draining,
-            dead=state.engine is EngineStatus.DEAD,
+            dead=dead,
         )
 
     async def gather(self, timeout_s: float) -> None:
@@ -135,9 +138,10 @@ class Head:
         on_lost(lost)
 
     async def dismiss(self) -> None:
-        """Before the head ends: let every node hear of it, if it asks in time. One that does not
-        finds out by the silence.
+        """Before the head ends, drained or failed: let every node hear of it, if it asks in time.
+        One that does not finds out by the silence.
         """
+        self._ends = True
         with suppress(TimeoutError):
             async with asyncio.timeout(DISMISS_S):
                 while {member.rank for member in self.members()} - self._dismissed:

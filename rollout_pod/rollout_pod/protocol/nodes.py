@@ -42,7 +42,7 @@ class NodeOrders(_Part):
     draining: bool
     """The head ends, and the node with it: no failure."""
     dead: bool = False
-    """The engine is dead: the head ends, and the node with it."""
+    """The engine is dead or of no use any more: the head ends, and the node with it."""
 
 
 class NodeStage(_Part):
