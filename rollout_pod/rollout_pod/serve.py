@@ -162,7 +162,8 @@ async def _serve(settings: ServeSettings) -> int:
     watch = None
     if head is not None and isinstance(engine, SpanningEngine):
         head.lead(supervisor)
-        watch = asyncio.create_task(head.watch(engine.condemn), name="nodes")
+        lost = partial(lose_node, engine, supervisor)
+        watch = asyncio.create_task(head.watch(lost), name="nodes")
     agent_task = (
         asyncio.create_task(
             local.keep_agent(settings.run_dir, settings.shm_dir, settings.host_memory),
@@ -207,6 +208,12 @@ async def _serve(settings: ServeSettings) -> int:
         )
         await agent.close()
         await engine.shutdown()
+
+
+def lose_node(engine: SpanningEngine, supervisor: Supervisor, reason: str) -> None:
+    """The engine is of no use without it: whatever goes on with it ends, its start included."""
+    engine.condemn(reason)
+    supervisor.look()
 
 
 def _front_ends(

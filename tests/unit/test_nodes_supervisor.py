@@ -8,6 +8,7 @@ import pytest
 from rollout_pod.engine.base import EngineStartError, InvalidField
 from rollout_pod.engine.lifeline import Lifeline
 from rollout_pod.engine.output_tail import OutputTail
+from rollout_pod.serve import lose_node
 from rollout_pod.supervisor.supervisor import PodFailed
 from tests.support.fakes import FakeEngine
 from tests.support.pods import pushed, ref, running_pod
@@ -59,6 +60,43 @@ async def test_a_head_that_is_asked_to_end_while_it_waits_ends(tmp_path: Path) -
         async with asyncio.timeout(5):
             await asyncio.shield(pod.task)
         gather.outcome.cancel()
+
+
+async def test_a_node_that_is_lost_while_the_engine_starts_ends_the_process_at_once(
+    tmp_path: Path,
+) -> None:
+    """Else nothing would end it before the startup probe does."""
+    gather = Gathering()
+    gather.outcome.set_result(None)
+    engine = FakeEngine(start_gate=asyncio.Event())
+    async with running_pod(tmp_path, engine=engine, gather=gather) as pod:
+        async with asyncio.timeout(5):
+            while "start" not in engine.calls:
+                await asyncio.sleep(0.01)
+        pod.supervisor.look()
+        await asyncio.sleep(0.05)
+        assert pod.state.phase == "Loading", "a look alone ends nothing"
+        lose_node(engine, pod.supervisor, "node 1 was not heard for 30 s")
+        with pytest.raises(PodFailed, match=r"^node 1 was not heard for 30 s$"):
+            async with asyncio.timeout(1):
+                await asyncio.shield(pod.task)
+        assert pod.supervisor.liveness_error() == "node 1 was not heard for 30 s"
+        assert not pod.supervisor.is_ready
+
+
+async def test_a_node_that_is_lost_while_it_serves_ends_the_process_at_once(
+    tmp_path: Path,
+) -> None:
+    gather = Gathering()
+    gather.outcome.set_result(None)
+    engine = FakeEngine()
+    async with running_pod(tmp_path, engine=engine, gather=gather) as pod:
+        pod.want()
+        await pod.serving("base")
+        lose_node(engine, pod.supervisor, "node 1 was not heard for 30 s")
+        with pytest.raises(PodFailed, match="node 1 was not heard"):
+            async with asyncio.timeout(0.5):
+                await asyncio.shield(pod.task)
 
 
 async def test_a_push_to_several_nodes_is_refused_by_name(tmp_path: Path) -> None:

@@ -157,6 +157,10 @@ class Supervisor:
         self.gate.drain()
         self._wake.set()
 
+    def look(self) -> None:
+        """Look at the engine now: something was done to it from outside."""
+        self._wake.set()
+
     async def clear_caches(self, *, timeout_s: float) -> CachesCleared:
         """Clear every cache of the engine, beside whatever it does. See ``CacheClearing``."""
         return await self._caches.clear(timeout_s=timeout_s)
@@ -283,7 +287,7 @@ class Supervisor:
                 raise AssertionError("waiting is done by the caller")
 
     async def _load(self) -> None:
-        """Start the engine; a drain that comes meanwhile ends the start."""
+        """Start the engine; a drain or its death that comes meanwhile ends the start."""
         start = asyncio.create_task(self._start(), name="engine start")
         try:
             while not start.done():
@@ -297,6 +301,8 @@ class Supervisor:
                 if self.board.state.draining and not start.done():
                     self.board.change(drained=True)
                     return
+                if not start.done() and (death := self.engine.dead_error()):
+                    raise EngineStartError(death)
             await start
         except EngineStartError as error:
             self._acts.fail_engine(str(error))
