@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -245,10 +244,7 @@ class FakeEngine:
         assert self.agent is not None
         if self.load_hangs:
             raise EngineHungError(f"the engine did not load within {timeout_s:g} s")
-        outcome = "untouched"  # of a session that nobody comes for
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                outcome = await self.agent.outcome(session, version)
+        outcome = await self._outcome(session, version, timeout_s)
         if self.dead:
             raise EngineDeadError(self.dead)
         if outcome == "dies":
@@ -269,6 +265,24 @@ class FakeEngine:
             )
             for r in range(self.world)
         )
+
+    async def _outcome(self, session: str, version: str, timeout_s: float) -> str:
+        """How its sender ends it; a death ends the wait."""
+        assert self.agent is not None
+        told = asyncio.ensure_future(self.agent.outcome(session, version))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not told.done() and not self.dead:
+                    moved = asyncio.ensure_future(self._moved.wait())
+                    try:
+                        await asyncio.wait({told, moved}, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        moved.cancel()
+            return told.result() if told.done() else "untouched"
+        except TimeoutError:
+            return "untouched"  # of a session that nobody comes for
+        finally:
+            told.cancel()
 
     async def clear_caches(self) -> CacheReport:
         self.calls.append("clear")
@@ -451,7 +465,7 @@ class FakeAgent:
         self.calls.append(f"send {version} {outcome}")
         if self.send_gate:
             await self.send_gate.wait()
-        self._outcome(session).set_result(outcome)
+        self.push(session, outcome)
         if outcome != "ok":
             raise TransferError(f"scripted: {outcome}", kind="ranks")
         return FakeStaged()
@@ -463,7 +477,7 @@ class FakeAgent:
             future.set_result(outcome)
 
     async def outcome(self, session: str, version: str) -> str:
-        return await self._outcome(session)
+        return await asyncio.shield(self._outcome(session))
 
     async def committed(self, *, session: str) -> None:
         self.calls.append(f"committed {self.staged.get(session)}")

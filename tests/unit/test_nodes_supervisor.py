@@ -10,7 +10,7 @@ from rollout_pod.engine.lifeline import Lifeline
 from rollout_pod.engine.output_tail import OutputTail
 from rollout_pod.serve import lose_node
 from rollout_pod.supervisor.supervisor import PodFailed
-from tests.support.fakes import FakeEngine
+from tests.support.fakes import FakeAgent, FakeEngine
 from tests.support.pods import pushed, ref, running_pod
 
 
@@ -97,6 +97,45 @@ async def test_a_node_that_is_lost_while_it_serves_ends_the_process_at_once(
         with pytest.raises(PodFailed, match="node 1 was not heard"):
             async with asyncio.timeout(0.5):
                 await asyncio.shield(pod.task)
+
+
+async def test_a_node_that_is_lost_while_it_sends_is_not_waited_for(tmp_path: Path) -> None:
+    """Its machine is gone without a word, so that the call would last until its deadline."""
+    engine, agent = FakeEngine(), FakeAgent(send_gate=asyncio.Event())
+    async with running_pod(tmp_path, engine=engine, agent=agent) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.want(ref("step-1"))
+        async with asyncio.timeout(5):
+            while "send step-1 ok" not in agent.calls:
+                await asyncio.sleep(0.01)
+        lose_node(engine, pod.supervisor, "node 1 was not heard for 30 s")
+        with pytest.raises(PodFailed, match="node 1 was not heard"):
+            async with asyncio.timeout(1):
+                await asyncio.shield(pod.task)
+        assert pod.state.weight_version is None
+        assert engine.holds == "base"
+        assert agent.calls[-1] == "discard"
+
+
+async def test_a_sender_is_waited_for_while_the_engine_lives(tmp_path: Path) -> None:
+    """Also where the ranks are done: what it says belongs to the update."""
+    engine, agent = FakeEngine(), FakeAgent(send_gate=asyncio.Event())
+    async with running_pod(tmp_path, engine=engine, agent=agent) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.want(ref("step-1"))
+        async with asyncio.timeout(5):
+            while "send step-1 ok" not in agent.calls:
+                await asyncio.sleep(0.01)
+        (session,) = agent.staged
+        agent.push(session, "ok")
+        await asyncio.sleep(0.1)
+        assert engine.holds == "step-1"
+        assert pod.state.phase == "Updating"
+        assert agent.send_gate is not None
+        agent.send_gate.set()
+        await pod.serving("step-1")
 
 
 async def test_a_push_to_several_nodes_is_refused_by_name(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class Acts:
         reports: tuple[RankReport, ...] = ()
         try:
             if not ref.is_pushed and not on_device:
-                problems += await self._send(session, timeout_s)
+                problems += await self._send(session, timeout_s, load)
             async with asyncio.timeout(timeout_s + _REPORT_S):
                 reports = await load
         except EngineDeadError as error:
@@ -194,15 +194,28 @@ class Acts:
             ref, "; ".join(problems), restore=before if untouched and not flush else None
         )
 
-    async def _send(self, session: str, timeout_s: float) -> list[str]:
-        """What went wrong on the sender's side."""
+    async def _send(
+        self, session: str, timeout_s: float, load: asyncio.Task[tuple[RankReport, ...]]
+    ) -> list[str]:
+        """What went wrong on the sender's side. It is not waited for where the engine died: a
+        sender may wait for ranks of a machine that is gone until its deadline.
+        """
+        send = asyncio.create_task(
+            self.agent.send(session=session, timeout_s=timeout_s), name=f"send {session}"
+        )
         try:
-            await self.agent.send(session=session, timeout_s=timeout_s)
+            await asyncio.wait({send, load}, return_when=asyncio.FIRST_COMPLETED)
+            if not send.done() and isinstance(load.exception(), EngineDeadError):
+                return []
+            await send
         except TransferError as error:
             return [str(error)]
         except Exception as error:
             log.exception("the agent's client failed unexpectedly", session=session)
             return [f"{type(error).__name__}: {error}"]
+        finally:
+            send.cancel()  # a call that nobody waits for any more, unless it has ended
+            await asyncio.gather(send, return_exceptions=True)
         return []
 
     def _problems_of(self, reports: tuple[RankReport, ...], ref: WeightsRef) -> list[str]:
