@@ -124,7 +124,7 @@ async def _serve(settings: ServeSettings) -> int:
     if settings.group is not None:
         head = Head(settings.group.name, settings.group.place(0))
         agent = NodeAgents(
-            agent, group=settings.group.name, members=head.members, token=tokens.newest
+            agent, group=settings.group.name, members=head.members, tokens=tokens.lately
         )
     supervisor = Supervisor(
         engine,

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from rollout_pod.nodes.head import Head
 from rollout_pod.protocol import NodeOrders
 from rollout_pod.serve import Server, bind
 from rollout_pod.server.auth import RequireToken, Tokens
-from rollout_pod.server.head_routes import head_routes
+from rollout_pod.server.head_routes import HEAD_PATH, head_routes
 from rollout_pod.server.node_app import make_node_admin_app
 from rollout_pod.server.problems import install_problems
 from rollout_pod.supervisor.board import Board
@@ -104,7 +104,7 @@ class GroupSite:
     async def listening(self, head: Head) -> AsyncIterator[None]:
         app = FastAPI()
         install_problems(app)
-        app.add_middleware(RequireToken, tokens=self.tokens)
+        app.add_middleware(RequireToken, tokens=self.tokens, nodes=HEAD_PATH)
         app.include_router(head_routes(head))
         async with served(app, self.port):
             yield
@@ -115,7 +115,7 @@ class GroupSite:
     ) -> Follower:  # fmt: skip
         return Follower(
             group=group, rank=rank, boot_id=boot, url=url, head=f"http://{HERE}:{self.port}",
-            token=lambda: token, join_timeout_s=join_timeout_s, drain_timeout_s=drain_timeout_s,
+            tokens=lambda: (token,), join_timeout_s=join_timeout_s, drain_timeout_s=drain_timeout_s,
             silence_s=SILENCE_S, beat_s=0.05,
         )  # fmt: skip
 
@@ -132,7 +132,10 @@ class TwoAgents:
 
 @asynccontextmanager
 async def two_agents(
-    site: GroupSite, *, node_group: str = "g", token: str = TOKEN
+    site: GroupSite,
+    *,
+    node_group: str = "g",
+    tokens: Callable[[], Sequence[str]] = lambda: (TOKEN,),
 ) -> AsyncIterator[TwoAgents]:
     head, _ = site.head()
     own, nodes = FakeAgent(), FakeAgent()
@@ -142,7 +145,7 @@ async def two_agents(
         port, kill = await stack.enter_async_context(served(app))
         url = f"http://{HERE}:{port}"
         head.hear(site.follower(url=url).beat())
-        both = NodeAgents(own, group="g", members=head.members, token=lambda: token)
+        both = NodeAgents(own, group="g", members=head.members, tokens=tokens)
         stack.push_async_callback(both.close)
         yield TwoAgents(own, nodes, both, kill)
 

@@ -11,7 +11,9 @@ from pydantic import ValidationError
 
 from rollout_pod import cli
 from rollout_pod.ctl import Ctl, CtlError, is_asleep, is_paused, is_settled_on
+from rollout_pod.engine.base import Node
 from rollout_pod.local import first_document
+from rollout_pod.nodes.head import Head
 from rollout_pod.protocol import DesiredDocument, Problem, SleepSpec, StateDocument, WeightsRef
 from rollout_pod.server.admin_app import make_admin_app
 from rollout_pod.server.auth import Tokens
@@ -222,6 +224,43 @@ async def test_tokens_roll_over(pod: Pod, tmp_path: Path) -> None:
         headers={"X-Rollout-Token": "new"},
     ) as client:
         assert (await client.get("/admin/v1/state")).status_code == 200
+
+
+async def test_a_token_of_before_passes_for_a_while_where_pods_of_the_replica_call(
+    pod: Pod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubelets bring a new token to the nodes of a group one after the other."""
+    tokens, head = Tokens(tmp_path), Head("g", Node(0, 2, "h", "h", 1))
+    head.lead(pod.supervisor)
+    app = make_admin_app(pod.supervisor, tokens, head=head)
+    beat = {"group": "g", "rank": 1, "boot_id": "b", "url": "http://n"}
+
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://pod"
+    ) as client:
+
+        async def codes(token: str) -> tuple[int, int]:
+            headers = {"X-Rollout-Token": token}
+            heard = await client.post("/admin/v1/nodes/beat", json=beat, headers=headers)
+            return heard.status_code, (
+                await client.get("/admin/v1/state", headers=headers)
+            ).status_code
+
+        (tmp_path / "token").write_text("old")
+        assert await codes("old") == (200, 200)
+        (tmp_path / "token").write_text("new")
+        assert await codes("new") == (200, 200)
+        assert await codes("old") == (200, 401)
+        assert await codes("never") == (401, 401)
+        assert await codes("") == (401, 401)
+        assert tokens.lately() == ("new", "old")
+        (tmp_path / "token").unlink()
+        assert await codes("new") == (200, 401)
+        (tmp_path / "token").write_text("new")
+        monkeypatch.setattr("rollout_pod.server.auth.LATELY_S", 0.0)
+        assert await codes("old") == (401, 401)
+        assert await codes("new") == (200, 200)
+        assert tokens.lately() == ("new",)
 
 
 async def test_desired_and_state(admin: httpx.AsyncClient, pod: Pod) -> None:

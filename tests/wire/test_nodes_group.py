@@ -13,6 +13,7 @@ import pytest
 from rollout_pod.engine.base import EngineStartError
 from rollout_pod.nodes.follower import BEAT_S, Follower, FollowError, Standing
 from rollout_pod.nodes.head import DISMISS_S
+from rollout_pod.server.auth import Tokens
 from rollout_pod.server.node_app import make_node_data_app
 from rollout_pod.supervisor.state import EngineStatus
 from rollout_pod.weights.agent_client import StageError, TransferError
@@ -21,6 +22,7 @@ from tests.support.installed import installed_engines
 from tests.support.node_group import (
     HERE,
     SILENCE_S,
+    TOKEN,
     GroupSite,
     Ranks,
     TwoAgents,
@@ -178,7 +180,8 @@ async def test_a_head_whose_engine_is_dead_takes_its_nodes_along(site: GroupSite
 
 async def test_a_head_does_not_wait_for_a_node_that_is_gone(site: GroupSite) -> None:
     head, pod = site.head()
-    await head.dismiss()  # nobody had joined
+    async with asyncio.timeout(1):
+        await site.head()[0].dismiss()  # nobody had joined
     head.hear(site.follower().beat())
     pod.begin_drain()
     started = time.monotonic()
@@ -334,6 +337,36 @@ async def test_the_head_notices_a_node_that_falls_silent(site: GroupSite) -> Non
     assert lost == [f"node 1 was not heard for {SILENCE_S:g} s"]
 
 
+@pytest.mark.parametrize("first", ["node", "head"])
+@pytest.mark.parametrize("with_previous", [True, False])
+async def test_a_new_token_that_comes_to_one_side_first_ends_nothing(
+    site: GroupSite, tmp_path: Path, first: str, with_previous: bool
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    head, _ = site.head()
+    ranks, follower = Ranks(), site.follower()
+    follower.tokens = Tokens(tmp_path).lately
+    lost: list[str] = []
+    watch = asyncio.create_task(head.watch(lost.append))
+    async with site.listening(head):
+        task = start(follower, ranks)
+        await until(lambda: ranks.orders is not None)
+        folder = tmp_path if first == "node" else site.folder
+        if with_previous:
+            (folder / "previous").write_text(TOKEN)
+        (folder / "token").write_text("new")
+        await asyncio.sleep(max(3 * SILENCE_S, 1.5))
+        assert (task.done(), lost) == (False, [])
+        for other in (tmp_path, site.folder):
+            (other / "token").write_text("new")
+            (other / "previous").unlink(missing_ok=True)
+        await asyncio.sleep(2 * SILENCE_S)
+        assert (task.done(), lost) == (False, [])
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
 async def test_probes_tell_where_a_node_stands(site: GroupSite) -> None:
     head, pod = site.head()
     follower = site.follower()
@@ -372,6 +405,17 @@ async def stage(agents: TwoAgents, session: str = "s1", version: str = "v1") -> 
         session=session, version=version, path="/v1", rank_sockets=[Path("rank-0.sock")],
         bucket_bytes=4096, timeout_s=5,
     )  # fmt: skip
+
+
+async def test_a_node_obeys_a_head_that_has_the_new_token_already(
+    site: GroupSite, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("new")
+    (tmp_path / "previous").write_text(TOKEN)
+    async with two_agents(site, tokens=Tokens(tmp_path).lately) as agents:
+        await stage(agents)
+        await agents.both.send(session="s1", timeout_s=5)
+        assert agents.nodes.calls == ["stage v1 /v1", "send v1 ok"]
 
 
 async def test_a_version_is_staged_sent_and_kept_on_every_node(agents: TwoAgents) -> None:
@@ -458,10 +502,13 @@ async def test_a_stage_that_is_given_up_ends_on_every_node(agents: TwoAgents) ->
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [({"node_group": "old"}, "this node is of group old, not g"), ({"token": "wrong"}, "token")],
+    [
+        ({"node_group": "old"}, "this node is of group old, not g"),
+        ({"tokens": lambda: ("wrong",)}, "token"),
+    ],
 )
 async def test_a_node_of_another_group_obeys_nothing(
-    site: GroupSite, how: dict[str, str], words: str
+    site: GroupSite, how: dict[str, Any], words: str
 ) -> None:
     async with two_agents(site, **how) as agents:
         with pytest.raises(StageError, match=words):

@@ -9,9 +9,9 @@ import httpx
 import structlog
 from pydantic import BaseModel, ValidationError
 
+from rollout_pod.nodes.asking import Tokens, post
 from rollout_pod.nodes.muster import Member
 from rollout_pod.protocol import (
-    TOKEN_HEADER,
     NodeDone,
     NodeSend,
     NodeSent,
@@ -40,7 +40,7 @@ class NodeAgents:
         own: The head's.
         group: Sent along, so that no node of another incarnation obeys.
         members: The nodes that there are.
-        token: What their admin ports ask for; read for each call.
+        tokens: What their admin ports ask for.
         transport: Of httpx, for tests.
     """
 
@@ -50,13 +50,13 @@ class NodeAgents:
         *,
         group: str,
         members: Callable[[], Sequence[Member]],
-        token: Callable[[], str],
+        tokens: Tokens,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._own = own
         self._group = group
         self._members = members
-        self._token = token
+        self._tokens = tokens
         self._http = httpx.AsyncClient(transport=transport, trust_env=False)
 
     async def stage(
@@ -161,12 +161,8 @@ class NodeAgents:
         who = f"node {member.rank}"
         timeout = httpx.Timeout(timeout_s + GRACE_S + _HTTP_S, connect=_CONNECT_S)
         try:
-            answer = await self._http.post(
-                f"{member.url}/admin/v1/agent/{what}",
-                json=asked.model_dump(mode="json"),
-                headers={TOKEN_HEADER: self._token()},
-                timeout=timeout,
-            )
+            url = f"{member.url}/admin/v1/agent/{what}"
+            answer = await post(self._http, url, asked, self._tokens, timeout=timeout)
         except httpx.HTTPError as error:
             text = f"{who} at {member.url} does not answer: {error or type(error).__name__}"
             raise StageError(text, kind="agent", retryable=True) from error

@@ -12,8 +12,9 @@ import httpx
 import structlog
 from pydantic import ValidationError
 
+from rollout_pod.nodes.asking import Tokens, post
 from rollout_pod.nodes.head import SILENCE_S
-from rollout_pod.protocol import TOKEN_HEADER, NodeBeat, NodeOrders, Problem, ProblemCode
+from rollout_pod.protocol import NodeBeat, NodeOrders, Problem, ProblemCode
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +63,7 @@ class Follower:
     """Its own admin port, for the head."""
     head: str
     """The head's admin port, as a URL."""
-    token: Callable[[], str]
+    tokens: Tokens
     join_timeout_s: float
     drain_timeout_s: float
     silence_s: float = SILENCE_S
@@ -176,10 +177,8 @@ class Follower:
     async def _beat(self, http: httpx.AsyncClient) -> NodeOrders:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                answer = await http.post(
-                    f"{self.head}/admin/v1/nodes/beat",
-                    json=self.beat().model_dump(mode="json"),
-                    headers={TOKEN_HEADER: self.token()},
+                answer = await post(
+                    http, f"{self.head}/admin/v1/nodes/beat", self.beat(), self.tokens
                 )
         except (httpx.HTTPError, TimeoutError) as error:
             text = f"{self.head}: {error or type(error).__name__}"

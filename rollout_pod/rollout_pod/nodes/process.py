@@ -87,7 +87,7 @@ async def _follow(settings: FollowSettings) -> int:
         boot_id=secrets.token_hex(16),
         url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
         head=f"http://{settings.head}",
-        token=tokens.newest,
+        tokens=tokens.lately,
         join_timeout_s=settings.group.join_timeout_s,
         drain_timeout_s=settings.drain_timeout_s,
     )

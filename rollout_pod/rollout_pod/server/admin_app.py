@@ -15,7 +15,7 @@ from rollout_pod.protocol import (
 )
 from rollout_pod.server.auth import RequireToken, Tokens
 from rollout_pod.server.body_limit import BodyLimit
-from rollout_pod.server.head_routes import head_routes
+from rollout_pod.server.head_routes import HEAD_PATH, head_routes
 from rollout_pod.server.problems import install_problems
 from rollout_pod.server.schema import SCHEMA_PATH, problems, schema_of
 from rollout_pod.supervisor.supervisor import Supervisor
@@ -35,7 +35,10 @@ def make_admin_app(supervisor: Supervisor, tokens: Tokens, *, head: Head | None 
     )
     install_problems(app)
     app.add_middleware(BodyLimit, limit=_BODY_LIMIT)
-    app.add_middleware(RequireToken, tokens=tokens)  # the outermost: before anything is read
+    nodes = HEAD_PATH if head else None
+    app.add_middleware(
+        RequireToken, tokens=tokens, nodes=nodes
+    )  # the outermost: before anything is read
 
     def etag(state: StateDocument) -> dict[str, str]:
         return {"ETag": f'"{state.boot_id}:{state.revision}"'}

@@ -32,7 +32,7 @@ def make_node_admin_app(
     """The app of a node's admin port; every route needs the token, and the head's group."""
     app = _app("rollout-pod node admin")
     app.add_middleware(BodyLimit, limit=_BODY_LIMIT)
-    app.add_middleware(RequireToken, tokens=tokens)
+    app.add_middleware(RequireToken, tokens=tokens, nodes="/admin/v1/agent/")
     known = problems(400, 401, 409, 413, 422, 500, 502)
 
     def check(group: str) -> None:
