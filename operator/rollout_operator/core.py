@@ -1,16 +1,18 @@
 """The operator between its two ways out: to the API server and to the pods. Knows neither's I/O."""
 
 import asyncio
-import contextvars
+import contextlib
 import socket
 import time
 import uuid
 from collections.abc import Callable
+from typing import Final
 
 from rollout_operator.api.selector import Selector
 from rollout_operator.apply.cache import Cache, Key, slim_pod
 from rollout_operator.apply.kube import Kube
 from rollout_operator.apply.leased import LeasedKube
+from rollout_operator.background import Background
 from rollout_operator.control.pod_client import PodClient
 from rollout_operator.elect import Elector, steady
 from rollout_operator.hub import Hub
@@ -23,6 +25,9 @@ from rollout_operator.relist import Relist
 from rollout_operator.series import ReplicaSeries
 from rollout_operator.settings import Settings
 from rollout_operator.workers import Workers
+
+_STAND_S: Final = 2.0
+"""So long a first list waits for the election."""
 
 
 class Core:
@@ -39,7 +44,8 @@ class Core:
         steady_clock: Callable[[], float] = steady,
     ) -> None:
         self._metrics = metrics
-        self._starting: asyncio.Task[None] | None = None
+        self._starting, self._opening = Background(), Background()
+        self._gained = asyncio.Event()
         series = ReplicaSeries(metrics.registry, clock=clock)
         caches = Caches(replicas=Cache(), pods=Cache(slim=slim_pod), services=Cache())
         selector = Selector.parse(settings.replica_selector)
@@ -79,31 +85,35 @@ class Core:
             name=lease[1],
             me=settings.identity or f"{socket.gethostname()}_{uuid.uuid4()}",
             timing=Timing(duration=settings.lease_seconds),
-            gained=self._begin,
-            lost=self._workers.stop,
+            gained=self._gain,
+            lost=self._lose,
             metrics=metrics,
             clock=steady_clock,
         )
 
     def start(self) -> None:
-        """List everything, then work or stand for election."""
-        self._relist.start()
-        self._starting = asyncio.create_task(self._stand(), context=contextvars.Context())
+        """List everything, then work; or stand for election, and then list and work."""
+        self._starting.start(self._stand())
 
     async def _stand(self) -> None:
-        # without it every worker would read its replica's children one by one
-        await self._relist.first.wait()
         if self._elector:
             self._elector.start()
+            # whoever is elected at once lists once
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STAND_S):
+                    await self._gained.wait()
+            self._relist.start()
         else:
+            self._relist.start()
+            # without it every worker would read its replica's children one by one
+            await self._relist.first.wait()
             self._metrics.leader.set(1)
             self._begin()
 
     async def stop(self) -> None:
         """End all work, and give the Lease back."""
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._starting.stop()
+        await self._opening.stop()
         await self._relist.stop()
         if self._elector:
             await self._elector.stop()
@@ -125,7 +135,22 @@ class Core:
         """Return the replica that should have been looked at longest ago, with the seconds."""
         return self._workers.overdue()
 
+    def _gain(self) -> None:
+        self._gained.set()
+        self._opening.start(self._open())
+
+    async def _open(self) -> None:
+        """Work, once it is known what the operator before did last: its watches saw it, ours may
+        have lost it.
+        """
+        await self._relist.renew()
+        if self.may_work():
+            self._begin()
+
+    async def _lose(self) -> None:
+        await self._opening.stop()
+        await self._workers.stop()
+
     def _begin(self) -> None:
         self._workers.open()
         self.hub.all()
-        self._relist.soon()

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -20,7 +19,6 @@ from rollout_operator.observe import Caches
 OURS: Final = Selector.parse(f"{names.MANAGED_BY_LABEL}={names.MANAGER}")
 _RETRY_S: Final = 2.0
 _DEADLINE_S: Final = 120.0
-_MOMENT_S: Final = 10.0
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +42,8 @@ class Relist:
         self._period_s = period_s
         self._wanted = wanted
         self._due = asyncio.Event()
-        self._listed_at = 0.0
+        self._begun = self._ended = 0
+        self._news = asyncio.Event()
         self._background = Background()
         # replicas first: it is by them that the others are known
         self._kinds: tuple[tuple[str, Selector, Cache, Callable[[Any], None]], ...] = (
@@ -65,22 +64,27 @@ class Relist:
         """End the task."""
         await self._background.stop()
 
-    def soon(self) -> None:
-        """List again without waiting for the time, unless that was done a moment ago."""
-        if time.monotonic() > self._listed_at + _MOMENT_S:
-            self._due.set()
+    async def renew(self) -> None:
+        """List again, and wait for it: what another operator did last may have been lost."""
+        wanted = self._begun + 1
+        self._due.set()
+        while self._ended < wanted:
+            await self._news.wait()
 
     async def _run(self) -> None:
         while True:
             self._due.clear()
             delay = self._period_s * random.uniform(0.9, 1.1)  # noqa: S311 - jitter
             if not self.first.is_set() or self._wanted():
+                self._begun = number = self._begun + 1
                 try:
                     async with asyncio.timeout(_DEADLINE_S):
                         await self._all()
-                    self._listed_at = time.monotonic()
+                    self._ended = number
                     self.trouble = ""
                     self.first.set()
+                    self._news.set()
+                    self._news = asyncio.Event()
                 except (KubeError, TimeoutError) as error:
                     self.trouble = str(error) or "no end in time"
                     log.warning("not listed", reason=self.trouble)

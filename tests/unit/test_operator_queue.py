@@ -286,3 +286,44 @@ def test_operators_list_at_times_of_their_own(monkeypatch: pytest.MonkeyPatch):
         assert all(270 <= gap <= 331 for gap in gaps)
         assert len({round(gap, 3) for gap in gaps}) == len(gaps)
     assert times["a"][1:] != times["b"][1:]
+
+
+@pytest.mark.parametrize("failures", [0, 2])
+def test_who_takes_over_lists_after_that(failures: int):
+    loop = VirtualLoop()
+    began: list[float] = []
+
+    class Kube:
+        async def pages(self, resource: str, namespace: str, *, selector: str = ""):
+            if resource == "rolloutreplicas":
+                began.append(loop.now)
+                await asyncio.sleep(1)
+                if 1 <= len(began) - 1 <= failures:
+                    raise KubeError(0, "Timeout", "no answer")
+            yield {"metadata": {"resourceVersion": "1"}, "items": []}
+
+    async def main() -> None:
+        passes = Passes(lambda _: False)
+        caches = Caches(replicas=Cache(), pods=Cache(), services=Cache())
+        workers = Workers(passes, report=passes.report, metrics=Metrics())
+        relist = Relist(
+            Kube(),  # type: ignore[arg-type]  # only what it needs
+            caches,
+            Hub(caches, workers),
+            namespaces=("ns",),
+            selector=Selector.parse(""),
+            period_s=300,
+            wanted=lambda: True,
+        )
+        relist.start()
+        await asyncio.sleep(0.5)
+        await relist.renew()  # one is on, and may have passed what it is about
+        assert loop.now >= began[1 + failures] + 1
+        assert len(began) == 2 + failures
+        await asyncio.sleep(100)
+        assert len(began) == 2 + failures, "no more than it takes"
+        await relist.stop()
+
+    with clock_of(loop):
+        loop.run_until_complete(main())
+    loop.close()
