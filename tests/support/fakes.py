@@ -419,6 +419,8 @@ class FakeStaged:
     tensors: int = 2
     seconds: float = 0.01
     transport: str = "shared_memory"
+    sample: str = "5a" * 32
+    sums: str = ""
 
 
 @dataclass
@@ -434,6 +436,8 @@ class FakeAgent:
     stage_gate: asyncio.Event | None = None
     send_gate: asyncio.Event | None = None
     staged: dict[str, str] = field(default_factory=dict)
+    found: FakeStaged = FakeStaged()
+    """What ``stage`` answers."""
     calls: list[str] = field(default_factory=list)
     _outcomes: dict[str, asyncio.Future[str]] = field(default_factory=dict)
 
@@ -454,7 +458,7 @@ class FakeAgent:
         if outcome != "ok":
             raise StageError(outcome, kind="source", retryable=True)
         self.staged[session] = version
-        return FakeStaged()
+        return self.found
 
     async def send(self, *, session: str, timeout_s: float) -> FakeStaged:
         version = self.staged.get(session)

@@ -20,6 +20,7 @@ from rollout_pod.server.head_routes import HEAD_PATH, head_routes
 from rollout_pod.server.node_app import make_node_admin_app
 from rollout_pod.server.problems import install_problems
 from rollout_pod.supervisor.board import Board
+from rollout_pod.supervisor.ports import WeightsAgent
 from tests.support.fakes import FakeAgent
 from tests.support.process import free_port
 
@@ -132,22 +133,32 @@ class TwoAgents:
 
 @asynccontextmanager
 async def two_agents(
-    site: GroupSite,
-    *,
-    node_group: str = "g",
+    site: GroupSite, *, node_group: str = "g",
     tokens: Callable[[], Sequence[str]] = lambda: (TOKEN,),
-) -> AsyncIterator[TwoAgents]:
-    head, _ = site.head()
+) -> AsyncIterator[TwoAgents]:  # fmt: skip
     own, nodes = FakeAgent(), FakeAgent()
+    async with joined(
+        site, own, nodes, run_dir=site.folder, node_group=node_group, tokens=tokens
+    ) as (both, kill):
+        yield TwoAgents(own, nodes, both, kill)
+
+
+@asynccontextmanager
+async def joined(
+    site: GroupSite, own: WeightsAgent, nodes: WeightsAgent, *, run_dir: Path,
+    node_group: str = "g", tokens: Callable[[], Sequence[str]] = lambda: (TOKEN,),
+) -> AsyncIterator[tuple[NodeAgents, Callable[[], Awaitable[None]]]]:  # fmt: skip
+    """Both agents as one, and what kills the node's."""
+    head, _ = site.head()
     async with AsyncExitStack() as stack:
         follower = site.follower(group=node_group)
-        app = make_node_admin_app(follower, nodes, site.tokens, run_dir=site.folder)
+        app = make_node_admin_app(follower, nodes, site.tokens, run_dir=run_dir)
         port, kill = await stack.enter_async_context(served(app))
         url = f"http://{HERE}:{port}"
         head.hear(site.follower(url=url).beat())
         both = NodeAgents(own, group="g", members=head.members, tokens=tokens)
         stack.push_async_callback(both.close)
-        yield TwoAgents(own, nodes, both, kill)
+        yield both, kill
 
 
 @asynccontextmanager

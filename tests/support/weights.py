@@ -159,10 +159,13 @@ class Place:
             self.receivers.append(receiver)
         return self.receivers
 
-    def start_agent(self, host_memory: int = 64 << 20) -> "subprocess.Popen[bytes]":
+    def start_agent(
+        self, host_memory: int = 64 << 20, folder: Path | None = None
+    ) -> "subprocess.Popen[bytes]":
         script = Path(__file__).with_name("weights_agent.py")
         process = subprocess.Popen(
-            [sys.executable, str(script), str(self.run_dir), str(self.shm_dir), str(host_memory)]
+            [sys.executable, str(script), str(self.run_dir), str(self.shm_dir), str(host_memory)],
+            cwd=folder,
         )
         self.agents.append(process)
         until(self._agent_listens, 60)

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -437,19 +438,29 @@ async def test_what_one_node_cannot_stage_no_node_keeps(agents: TwoAgents, which
     assert list(agents.nodes.staged) == ["s2"]
 
 
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ({"bytes": 7}, "2 tensors of 7 bytes, the head 2 of 4096"),
+        ({"tensors": 3}, "3 tensors of 4096 bytes, the head 2 of 4096"),
+        ({"sample": "0" * 64}, "other names or other bytes"),
+        ({"sums": "0" * 64}, "files with other SHA-256"),
+    ],
+)
 async def test_nodes_that_see_different_files_do_not_stage(
-    agents: TwoAgents, monkeypatch: pytest.MonkeyPatch
+    agents: TwoAgents, node: dict[str, Any], words: str
 ) -> None:
-    staged = agents.nodes.stage
-
-    async def smaller(**asked: Any) -> FakeStaged:
-        await staged(**asked)
-        return FakeStaged(bytes=7)
-
-    monkeypatch.setattr(agents.nodes, "stage", smaller)
-    with pytest.raises(StageError, match=r"not the same on all nodes: .* 7 on node 1"):
+    agents.own.found = FakeStaged(sums="1" * 64)
+    agents.nodes.found = replace(agents.own.found, **node)
+    with pytest.raises(StageError, match=f"/v1 is not the same on all nodes: node 1 has .*{words}"):
         await stage(agents)
     assert (agents.own.staged, agents.nodes.staged) == ({}, {})
+
+
+@pytest.mark.parametrize("which", ["own", "nodes"])
+async def test_hashes_that_one_node_knows_are_not_compared(agents: TwoAgents, which: str) -> None:
+    getattr(agents, which).found = FakeStaged(sums="1" * 64)
+    await stage(agents)
 
 
 async def test_a_node_that_is_killed_while_it_stages_fails_it(agents: TwoAgents) -> None:

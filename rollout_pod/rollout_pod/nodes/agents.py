@@ -83,17 +83,15 @@ class NodeAgents:
             session=session, version=version, path=path, rank_sockets=rank_sockets,
             bucket_bytes=bucket_bytes, timeout_s=timeout_s, on_progress=on_progress,
         )  # fmt: skip
-        others = [
-            self._ask(member, "stage", asked, NodeStaged, timeout_s) for member in self._members()
-        ]
+        members = self._members()
+        others = [self._ask(each, "stage", asked, NodeStaged, timeout_s) for each in members]
         try:
             head, *nodes = await _all_or_none([own, *others])
-            for member, staged in zip(self._members(), nodes, strict=True):
-                if (staged.bytes, staged.tensors) != (head.bytes, head.tensors):
+            for member, staged in zip(members, nodes, strict=True):
+                if differs := _difference(head, staged):
                     raise StageError(
-                        f"{path} is not the same on all nodes: {head.tensors} tensors of "
-                        f"{head.bytes} bytes on the head, {staged.tensors} of {staged.bytes} on "
-                        f"node {member.rank}; each node reads its own volume",
+                        f"{path} is not the same on all nodes: node {member.rank} has {differs}; "
+                        "each node reads its own volume: copy it there again, under another name",
                         kind="source",
                         retryable=True,
                     )
@@ -173,6 +171,19 @@ class NodeAgents:
         except ValidationError:
             detail = f"answered {answer.status_code} with no document of ours"
         raise StageError(f"{who}: {detail}", kind="agent", retryable=True)
+
+
+def _difference(head: Staged, node: Staged | NodeStaged) -> str:
+    """What of the node's version is not as the head's, in words; empty if nothing is."""
+    if (node.bytes, node.tensors) != (head.bytes, head.tensors):
+        return (
+            f"{node.tensors} tensors of {node.bytes} bytes, the head {head.tensors} of {head.bytes}"
+        )
+    if node.sample != head.sample:
+        return "tensors of the same size, but with other names or other bytes than the head"
+    if node.sums and head.sums and node.sums != head.sums:
+        return "files with other SHA-256 than the head"
+    return ""
 
 
 async def _all_or_none(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

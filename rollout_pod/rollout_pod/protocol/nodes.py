@@ -65,6 +65,10 @@ class NodeStaged(_Part):
     tensors: int
     seconds: float
     transport: str
+    sample: Annotated[str, Field(max_length=64)] = ""
+    """A digest of the tensors' names, types and shapes, and of some bytes of each."""
+    sums: Annotated[str, Field(max_length=64)] = ""
+    """A digest of the hashes of its files; empty where they are not known."""
 
 
 class NodeSend(_Part):

@@ -50,7 +50,7 @@ def make_node_admin_app(
         )  # fmt: skip
         return NodeStaged(
             bytes=staged.bytes, tensors=staged.tensors, seconds=staged.seconds,
-            transport=staged.transport,
+            transport=staged.transport, sample=staged.sample, sums=staged.sums,
         )  # fmt: skip
 
     @app.post("/admin/v1/agent/send", responses=known)

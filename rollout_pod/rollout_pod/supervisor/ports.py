@@ -24,6 +24,14 @@ class Staged(Protocol):
     def transport(self) -> str:
         """Picked by hello."""
 
+    @property
+    def sample(self) -> str:
+        """A digest of its tensors' names and of some bytes of each: the same on all nodes."""
+
+    @property
+    def sums(self) -> str:
+        """A digest of the hashes of its files; empty where they are not known."""
+
 
 class Sent(Protocol):
     """A version that was sent to the last byte."""

@@ -237,7 +237,7 @@ class _Agent:
         result = task.result()
         return agent_wire.StagedReply(
             id=request.id, bytes=result.nbytes, tensors=result.tensors, seconds=result.seconds,
-            transport="shared_memory",
+            transport="shared_memory", sample=result.sample, sums=result.sums,
         )  # fmt: skip
 
     def _start(self, request: agent_wire.Stage) -> "tuple[Job, asyncio.Task[StagedResult]]":

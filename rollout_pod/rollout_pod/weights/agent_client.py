@@ -63,6 +63,10 @@ class Staged:
     tensors: int
     seconds: float
     transport: str
+    sample: str = ""
+    """Tells whether another machine holds the same; see ``contents.sample``."""
+    sums: str = ""
+    """See ``contents.known_sums``."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,9 @@ class AgentClient:
         reply = await self._ask(request, timeout_s + GRACE_S, on_progress)
         staged = _expect(reply, agent_wire.StagedReply, StageError)
         return Staged(
-            session, version, staged.bytes, staged.tensors, staged.seconds, staged.transport
-        )
+            session, version, staged.bytes, staged.tensors, staged.seconds, staged.transport,
+            staged.sample, staged.sums,
+        )  # fmt: skip
 
     async def send(self, *, session: str, timeout_s: float) -> Sent:
         """Stream a staged version to the ranks, which are in ``Receiver.load`` or about to be.

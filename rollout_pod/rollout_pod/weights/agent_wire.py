@@ -13,6 +13,9 @@ from rollout_pod.weights.wire import decode as _decode
 
 Timeout = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
+Digest = Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
+"""A SHA-256, or nothing; see ``contents``."""
+
 
 class Stage(Message):
     """Client: get this version ready and show its manifest to the ranks."""
@@ -77,6 +80,8 @@ class StagedReply(Message):
     tensors: Count
     seconds: Seconds
     transport: Literal["shared_memory"]
+    sample: Digest = ""
+    sums: Digest = ""
 
 
 class SentReply(Message):

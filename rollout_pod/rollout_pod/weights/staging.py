@@ -12,6 +12,7 @@ from typing import Final
 from rollout_pod.weights.agent_wire import Stage
 from rollout_pod.weights.buckets import Plan, make_plan
 from rollout_pod.weights.checkpoint import Checkpoint
+from rollout_pod.weights.contents import known_sums, sample
 from rollout_pod.weights.headers import SourceError
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.reading import HangError, Readers
@@ -33,6 +34,10 @@ class StagedResult:
     nbytes: int
     tensors: int
     seconds: float
+    sample: str
+    """See ``contents.sample``."""
+    sums: str
+    """See ``contents.known_sums``."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,17 @@ class Job:
         left = started + request.timeout - time.monotonic()
         await asyncio.to_thread(session.map, left, segments=segments)
         await asyncio.to_thread(session.check)
-        return StagedResult(manifest.nbytes, len(manifest.tensors), time.monotonic() - started)
+        return StagedResult(
+            manifest.nbytes, len(manifest.tensors), time.monotonic() - started,
+            sample=await asyncio.to_thread(self._sample, manifest, plan),
+            sums=known_sums(checkpoint) if checkpoint else "",
+        )  # fmt: skip
+
+    def _sample(self, manifest: Manifest, plan: Plan) -> str:
+        if self.slot is None:
+            raise RuntimeError("nothing was staged")
+        with memoryview(self.slot.segment.map) as memory:
+            return sample(memory, manifest.tensors, plan.offsets)
 
     async def _look(self, source: Source) -> "tuple[Checkpoint | None, Slot | None]":
         """The source's headers; or, where it cannot be read and asks for the committed version, the
