@@ -172,6 +172,8 @@ async def _serve(settings: ServeSettings) -> int:
         if settings.spawns_agent
         else None
     )
+    if agent_task is not None:
+        helpers.append(agent_task)
     log.info("listening", data=settings.data_address, admin=settings.admin_address,
              run_dir=str(settings.run_dir))  # fmt: skip
     brain = asyncio.create_task(supervisor.run(), name="supervisor")
@@ -203,9 +205,7 @@ async def _serve(settings: ServeSettings) -> int:
         for task in (fleet, agent_task, watch):
             if task:
                 task.cancel()
-        await asyncio.gather(
-            brain, *helpers, *filter(None, [agent_task, watch]), return_exceptions=True
-        )
+        await asyncio.gather(brain, *helpers, *filter(None, [watch]), return_exceptions=True)
         await agent.close()
         await engine.shutdown()
 

@@ -102,10 +102,9 @@ async def _follow(settings: FollowSettings) -> int:
     helpers = {asyncio.create_task(server.run_until_exit(), name="http") for server in servers}
     agent_task = None
     if settings.spawns_agent:
-        agent_task = asyncio.create_task(
-            local.keep_agent(settings.run_dir, settings.shm_dir, settings.host_memory),
-            name="weights agent",
-        )
+        keep = local.keep_agent(settings.run_dir, settings.shm_dir, settings.host_memory)
+        agent_task = asyncio.create_task(keep, name="weights agent")
+        helpers.add(agent_task)
     following = asyncio.create_task(
         follower.run(lambda orders: keep_ranks(settings.ranks(orders))), name="follow"
     )
@@ -113,6 +112,9 @@ async def _follow(settings: FollowSettings) -> int:
     try:
         await asyncio.wait({following, *helpers}, return_when=asyncio.FIRST_COMPLETED)
         if not following.done():
+            for helper in helpers:
+                if helper.done():
+                    helper.result()
             raise FollowError("an HTTP server ended")
         await following
     except FollowError as error:
@@ -129,9 +131,7 @@ async def _follow(settings: FollowSettings) -> int:
         for server in servers:
             server.should_exit = True
         following.cancel()
-        if agent_task:
+        if agent_task is not None:
             agent_task.cancel()
-        await asyncio.gather(
-            following, *helpers, *filter(None, [agent_task]), return_exceptions=True
-        )
+        await asyncio.gather(following, *helpers, return_exceptions=True)
         await agent.close()
