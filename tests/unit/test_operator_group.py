@@ -843,6 +843,10 @@ def happens(made: GroupWorld, what: str, rank: int) -> None:
         return
     elif what == "die" and not made.pods[name].over:
         made.die(rank)
+    elif what == "ended" and not made.pods[name].over:
+        made.change(rank, **ended(ended_at=made.now))
+    elif what == "lacking" and not made.pods[name].over:
+        made.change(rank, **PENDING)
     elif what == "failed":
         made.change(rank, phase="Failed", ready=False)
     elif what == "deleted":
@@ -859,6 +863,7 @@ EVENTS = st.lists(
     st.tuples(
         st.sampled_from(
             ["pass", "pass", "run", "roll", "revert", "serve", "drained", "die", "failed",
+             "ended", "lacking",
              "deleted", "evicted", "vanished"]
         ),
         st.integers(0, 2),
