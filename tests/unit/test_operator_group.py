@@ -806,6 +806,18 @@ def test_a_pod_that_vanished_while_the_engine_loaded_is_no_failure_of_those_that
     assert made.restarts.consecutive == 0
 
 
+@pytest.mark.parametrize(("lived", "reason"), [(200, "NodePodGone"), (3, "EngineFailed")])
+def test_a_head_that_misses_a_pod_has_not_failed_unless_it_ended_before_any_came(
+    lived: float, reason: str
+):
+    """The operator was away."""
+    made = world()
+    made.settle()
+    del made.pods["qwen-1"]
+    gave_up(made, 0, lived)
+    assert made.counts() == {reason: 1}
+
+
 def test_a_pod_that_came_late_and_served_fails_as_any_other():
     made = world()
     made.settle()

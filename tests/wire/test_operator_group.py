@@ -1,9 +1,11 @@
 """Replicas of several pods, as the API server tells of them."""
 
+import time
 from typing import Any
 
 import pytest
 
+from rollout_operator.api.times import rfc3339
 from tests.support.fake_apiserver import Json
 from tests.support.operator_kit import Bench, bench, running_status
 
@@ -114,6 +116,23 @@ async def test_an_eviction_of_one_pod_drains_both_and_is_no_failure() -> None:
         await gone(b, 0, 1)
         await serve(b)
         assert counts(b) == {"Evicted": 1}
+
+
+async def test_a_node_that_shuts_down_is_the_cause_although_its_pod_tells_last() -> None:
+    """Kubelet deletes nothing then, and the head has drained before the other one is over."""
+    async with bench() as b:
+        b.apply(nodes=2, restartPolicy={**AT_ONCE, "maxRestarts": 0})
+        await serve(b)
+        ended = dead(exitCode=0, finishedAt=rfc3339(time.time()))
+        b.server.change("pods", "qwen-0", {"status": ended})
+        await b.ready("PodReplacing", "False")
+        assert counts(b) == {}
+        assert not deleting(b, 1)
+        cause = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+        over = {**ended, "phase": "Failed", "reason": "Terminated", "conditions": [cause]}
+        b.server.change("pods", "qwen-1", {"status": over})
+        await b.ready("NodeShutdown", "False")
+        assert counts(b) == {"NodeShutdown": 1}
 
 
 async def test_a_pod_that_vanished_while_no_operator_ran_replaces_the_group() -> None:

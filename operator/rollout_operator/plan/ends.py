@@ -150,6 +150,10 @@ def _incomplete(spec: RolloutSpec, seen: Seen) -> End | None:
         if lacking is not None:
             text = f"the others waited {waited:.0f} s for a pod that did not start: "
             return End(reason=lacking.reason, message=text + lacking.message, failure=False)
+    gone = _absent(seen)
+    # one that is refused was never there: the engine has not started with it
+    if gone and seen.refusal is None and first.ended_at > head.created + _TOGETHER_S:
+        return _gone(gone)
     for pod in members:
         began = pod.engine.started_at if pod.engine and pod.engine.ran else first.ended_at
         if pod.created > head.created + _TOGETHER_S and first.ended_at < began + _REFUSED_S:
@@ -166,8 +170,7 @@ def _not_started(seen: Seen, at: float) -> Verdict | None:
             continue
         text = f"the containers of pod {pod.name} were starting"
         return obstacle(pod) or Verdict(reason=Reason.POD_STARTING, message=text)
-    there = {pod.rank for pod in members}
-    gone = [str(rank) for rank in range(seen.nodes) if rank not in there]
+    gone = _absent(seen)
     if gone and seen.refusal is not None:
         return Verdict(reason=seen.refusal.reason, message=seen.refusal.message)
     text = f"the pod of rank {', '.join(gone)} is not there"
@@ -181,11 +184,18 @@ def _vanished(seen: Seen) -> End | None:
         return None
     if not (seen.nodes > 1 and head.engine.started):
         return None
-    there = {pod.rank for pod in seen.followers if pod.group == head.uid}
-    gone = [str(rank) for rank in range(1, seen.nodes) if rank not in there]
-    if not gone:
-        return None
-    text = f"the pod of rank {', '.join(gone)} is gone"
+    gone = _absent(seen)
+    return _gone(gone) if gone else None
+
+
+def _absent(seen: Seen) -> list[str]:
+    """Return the ranks of which the group has no pod."""
+    there = {pod.rank for pod in group_of(seen)}
+    return [str(rank) for rank in range(seen.nodes) if rank not in there]
+
+
+def _gone(ranks: list[str]) -> End:
+    text = f"the pod of rank {', '.join(ranks)} is gone"
     return End(reason=Reason.NODE_POD_GONE, message=text, failure=False)
 
 
