@@ -401,6 +401,7 @@ def test_a_lack_of_memory_counts_although_the_head_is_asked_to_end():
 
 def test_what_was_counted_stays_the_cause_when_the_others_are_asked_to_end():
     made = served()
+    made.run(50)
     at = made.now
     made.die(1)
     made.settle()
@@ -415,6 +416,7 @@ def test_what_was_counted_stays_the_cause_when_the_others_are_asked_to_end():
 
 def test_the_pause_after_an_eviction_by_kubelet_is_kept_while_the_others_end():
     made = served()
+    made.run(50)
     at = made.now
     made.change(1, ready=False, phase="Failed", reason="Evicted", failure="Evicted: memory")
     made.settle()
