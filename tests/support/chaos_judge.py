@@ -158,7 +158,9 @@ class Judge:
         assert ready["reason"] == ("Paused" if spec.paused else "Serving"), ready
         (told,) = status["pods"]
         pods = [p for p in self._site.kubelet.pods.values() if p.name == told["name"]]
-        assert any(version in p.committed for p in pods), f"no pod ever committed {version}"
+        # the news that it is gone may be lost
+        known = set().union(*(p.committed for p in pods), self.committed.get(uid, set()))
+        assert version in known, f"no pod ever committed {version}"
 
     # -- what a pod is told
 
