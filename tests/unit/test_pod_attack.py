@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from tests.support import attack
 from tests.support.attacked_pod import AttackedPod
 
-EXAMPLES = int(os.environ.get("ATTACK_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("ATTACK_EXAMPLES", "200"))
 STEPS = 50
 
 
