@@ -1,8 +1,9 @@
-"""A dozen seeds of chaos for real: processes die, the API server and kubelet are away, requests are
+"""Seeds of chaos for real: processes die, the API server and kubelet are away, requests are
 refused and watch events lost, specs change.
 
-``CHAOS_REAL_SEEDS=7,8`` runs others. Each seed prints what it did, also where all is well; the invariants are looked at all the
-time, and at its end the replica is what was asked for last and generates what that version says.
+Four run in CI; ``CHAOS_REAL_SEEDS=5,6,7,8,9,10,11,12`` makes it a dozen. Each prints what it did,
+also where all is well; the invariants are looked at all the time, and at its end the replica is
+what was asked for last and generates what that version says.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from tests.support.faulty_way import FaultyWay
 from tests.support.replica import Replica, container_pids, install_operator
 
 SEEDS = [int(seed) for seed in os.environ.get("CHAOS_REAL_SEEDS", "").split(",") if seed] or [
-    *range(1, 13)
+    *range(1, 5)
 ]
 VERSIONS = ("base", "step-1", "step-2")
 OPERATIONS = 2

@@ -71,7 +71,9 @@ def apply(cluster, namespace, *objects):
 def wait_ready(cluster, namespace, name):
     def ready():
         status = cluster.get("pod", name, namespace)["status"]
-        return any(c["type"] == "Ready" and c["status"] == "True" for c in status["conditions"])
+        return any(
+            c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ())
+        )
 
     cluster.wait(ready, 60, f"pod {name} ready", namespace=namespace)
 

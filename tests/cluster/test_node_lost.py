@@ -105,6 +105,7 @@ def containers(pod: dict[str, Any]) -> list[int]:
     return [pid for container in found for pid in container_pids(container["containerID"])]
 
 
+@pytest.mark.slow  # five minutes, in which the controllers and the operator wait
 @pytest.mark.timeout(480, func_only=True)
 async def test_a_replica_leaves_a_lost_node_and_nothing_is_doubled_when_it_comes_back(
     cluster: Cluster, settings: Settings, site: str, data: Path, second: str
