@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,6 @@ from typing import Literal
 
 import structlog
 import uvicorn
-import uvloop
 from fastapi import FastAPI
 
 from rollout_pod import local
@@ -24,6 +22,7 @@ from rollout_pod.front_ends.fleet import Fleet
 from rollout_pod.front_ends.settings import FrontEndSettings, split_count
 from rollout_pod.front_ends.shared_gate import SharedGate
 from rollout_pod.gate import Gate
+from rollout_pod.main_task import exit_code_of, run_alone
 from rollout_pod.nodes.agents import NodeAgents
 from rollout_pod.nodes.head import GroupSettings, Head
 from rollout_pod.server.admin_app import make_admin_app
@@ -36,9 +35,6 @@ from rollout_pod.supervisor.supervisor import PodFailed, Supervisor
 from rollout_pod.weights.agent_client import AgentClient
 
 log = structlog.get_logger(__name__)
-
-TERMINATION_LOG = Path("/dev/termination-log")
-"""Where kubelet picks up the last words of a container."""
 
 _GRACE_S = 5
 """How long open connections may take to end once all requests were answered."""
@@ -71,19 +67,8 @@ class ServeSettings:
 
 def run_serve(settings: ServeSettings) -> int:
     """Serve until drained; returns the exit code."""
-    try:
-        lock = local.claim_run_dir(settings.run_dir)
-    except local.RunDirError as error:
-        log.error("not started", error=str(error))
-        return 2
-    try:
-        return uvloop.run(_serve(settings))
-    except (local.RunDirError, PodFailed, EngineChoiceError) as error:
-        log.error("not started", error=str(error))
-        last_words(str(error))
-        return 2
-    finally:
-        os.close(lock)
+    refusals = (local.RunDirError, PodFailed, EngineChoiceError)
+    return run_alone(settings.run_dir, lambda: _serve(settings), refusals)
 
 
 async def _serve(settings: ServeSettings) -> int:
@@ -178,23 +163,7 @@ async def _serve(settings: ServeSettings) -> int:
              run_dir=str(settings.run_dir))  # fmt: skip
     brain = asyncio.create_task(supervisor.run(), name="supervisor")
     try:
-        await asyncio.wait({brain, *helpers}, return_when=asyncio.FIRST_COMPLETED)
-        if not brain.done():
-            for helper in helpers:
-                if helper.done():
-                    helper.result()
-            raise PodFailed("an HTTP server ended")
-        await brain
-    except PodFailed as error:
-        log.error("failed", error=str(error))
-        last_words(str(error))
-        return 1
-    except Exception as error:
-        log.exception("failed unexpectedly")
-        last_words(f"{type(error).__name__}: {error}")
-        return 1
-    else:
-        return 0
+        return await exit_code_of(brain, helpers, PodFailed)
     finally:
         if head is not None and brain.done():
             await head.dismiss()
@@ -266,10 +235,3 @@ def bind(address: tuple[str, int], *, shared: bool = False) -> socket.socket:
         return socket.create_server(address, family=family, backlog=2048, reuse_port=shared)
     except OSError as error:
         raise PodFailed(f"cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def last_words(error: str) -> None:
-    """Leave what kubelet shows of a container that ended."""
-    with contextlib.suppress(OSError):
-        if TERMINATION_LOG.exists():
-            TERMINATION_LOG.write_text(error[-4096:])

@@ -1,7 +1,6 @@
 """``rollout-pod follow``: a node that is not the head's, in one process beside its ranks."""
 
 import asyncio
-import os
 import secrets
 import signal
 from collections.abc import Sequence
@@ -9,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import uvloop
 
 from rollout_pod import local
+from rollout_pod.main_task import exit_code_of, run_alone
 from rollout_pod.nodes.follower import Follower, FollowError
 from rollout_pod.nodes.head import GroupSettings
 from rollout_pod.nodes.ranks import RanksSettings, keep_ranks
 from rollout_pod.protocol import NodeOrders
-from rollout_pod.serve import Server, bind, last_words
+from rollout_pod.serve import Server, bind
 from rollout_pod.server.auth import Tokens
 from rollout_pod.server.node_app import make_node_admin_app, make_node_data_app
 from rollout_pod.supervisor.supervisor import PodFailed
@@ -61,19 +60,7 @@ class FollowSettings:
 
 def run_follow(settings: FollowSettings) -> int:
     """Follow until the group ends; returns the exit code."""
-    try:
-        lock = local.claim_run_dir(settings.run_dir)
-    except local.RunDirError as error:
-        log.error("not started", error=str(error))
-        return 2
-    try:
-        return uvloop.run(_follow(settings))
-    except PodFailed as error:
-        log.error("not started", error=str(error))
-        last_words(str(error))
-        return 2
-    finally:
-        os.close(lock)
+    return run_alone(settings.run_dir, lambda: _follow(settings), (PodFailed,))
 
 
 async def _follow(settings: FollowSettings) -> int:
@@ -110,23 +97,7 @@ async def _follow(settings: FollowSettings) -> int:
     )
     log.info("follows", head=settings.head, node=settings.rank, group=settings.group.name)
     try:
-        await asyncio.wait({following, *helpers}, return_when=asyncio.FIRST_COMPLETED)
-        if not following.done():
-            for helper in helpers:
-                if helper.done():
-                    helper.result()
-            raise FollowError("an HTTP server ended")
-        await following
-    except FollowError as error:
-        log.error("failed", error=str(error))
-        last_words(str(error))
-        return 1
-    except Exception as error:
-        log.exception("failed unexpectedly")
-        last_words(f"{type(error).__name__}: {error}")
-        return 1
-    else:
-        return 0
+        return await exit_code_of(following, helpers, FollowError)
     finally:
         for server in servers:
             server.should_exit = True
