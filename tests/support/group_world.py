@@ -7,23 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout_operator.api.conditions import ConditionType, Reason
-from rollout_operator.api.replica import Replica
-from rollout_operator.api.status import Restarts
-from rollout_operator.plan.actions import Action, CreatePod, DeletePod, Plan
+from rollout_operator.plan.actions import Action, CreatePod, DeletePod
 from rollout_operator.plan.ends import depends_on_node
 from rollout_operator.plan.observed import NodeState, PodSeen, Report, Seen, pod_seen
-from rollout_operator.plan.plan import make_plan
-from rollout_operator.plan.status import render_status
 from rollout_pod.protocol import PodPhase
-from tests.support.operator_objects import DEFAULTS, NOW, UID, children, container, replica, state
+from tests.support.operator_objects import UID, children, container, state
+from tests.support.plan_world import PlanWorld
 
 
 @dataclass
-class GroupWorld:
-    spec: dict[str, Any]
-    now: float = NOW
-    status: dict[str, Any] = field(default_factory=dict)
-    generation: int = 3
+class GroupWorld(PlanWorld):
     pods: dict[str, PodSeen] = field(default_factory=dict)
     lost_nodes: set[str] = field(default_factory=set)
     made: list[tuple[float, str, str]] = field(default_factory=list)
@@ -31,10 +24,6 @@ class GroupWorld:
     removed: list[tuple[float, str, Reason, bool]] = field(default_factory=list)
     """Time, name, reason, and whether by force."""
     _uids: int = 0
-
-    @property
-    def replica(self) -> Replica:
-        return replica(status=self.status, generation=self.generation, **self.spec)
 
     @property
     def nodes(self) -> int:
@@ -65,41 +54,6 @@ class GroupWorld:
 
     def _node_is_lost(self, pod: PodSeen) -> bool:
         return depends_on_node(pod, self.now) and pod.node in self.lost_nodes
-
-    def plan(self) -> Plan:
-        return make_plan(self.replica, self.seen, self.now, defaults=DEFAULTS)
-
-    def pass_once(self) -> float | None:
-        plan = self.plan()
-        for action in plan.actions:
-            self._do(action)
-        if plan.actions:
-            return 0.0
-        status = render_status(self.replica, self.seen, plan, self.now).dump()
-        if status != self.status:
-            self.status = status
-            return 0.0
-        return plan.requeue_after
-
-    def settle(self) -> float | None:
-        for _ in range(30):
-            wait = self.pass_once()
-            if wait != 0.0:
-                return wait
-        raise AssertionError(f"never at rest: {self.plan()}")
-
-    def run(self, seconds: float) -> None:
-        """Let the time pass, as the operator asks to be woken; kubelet ends what is to end."""
-        end = self.now + seconds
-        while True:
-            wait = self.settle()
-            if self.drained():
-                continue
-            if wait is None or self.now + wait > end:
-                self.now = end
-                self.settle()
-                return
-            self.now += wait
 
     def _do(self, action: Action) -> None:
         if isinstance(action, CreatePod):
@@ -155,20 +109,9 @@ class GroupWorld:
             del self.pods[name]
         return bool(gone)
 
-    @property
-    def restarts(self) -> Restarts:
-        found = self.replica.status.restarts
-        assert found is not None
-        return found
-
     def counts(self) -> dict[str, int]:
         known = self.replica.status.restarts
         return {entry.reason: entry.count for entry in known.by_reason} if known else {}
-
-    def reason(self, kind: ConditionType = ConditionType.READY) -> tuple[str, str]:
-        found = self.replica.status.condition(kind)
-        assert found is not None
-        return found.status, found.reason
 
     def message(self) -> str:
         found = self.replica.status.condition(ConditionType.READY)

@@ -11,7 +11,7 @@ from rollout_pod.engine.output_tail import OutputTail
 from rollout_pod.serve import lose_node
 from rollout_pod.supervisor.supervisor import PodFailed
 from tests.support.fakes import FakeAgent, FakeEngine
-from tests.support.pods import pushed, ref, running_pod
+from tests.support.pods import Pod, pushed, ref, running_pod
 
 
 class Gathering:
@@ -99,16 +99,21 @@ async def test_a_node_that_is_lost_while_it_serves_ends_the_process_at_once(
                 await asyncio.shield(pod.task)
 
 
+async def sends(pod: Pod, agent: FakeAgent) -> None:
+    """It serves its base, and the bytes of the next version are on their way."""
+    pod.want()
+    await pod.serving("base")
+    pod.want(ref("step-1"))
+    async with asyncio.timeout(5):
+        while "send step-1 ok" not in agent.calls:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_node_that_is_lost_while_it_sends_is_not_waited_for(tmp_path: Path) -> None:
     """Its machine is gone without a word, so that the call would last until its deadline."""
     engine, agent = FakeEngine(), FakeAgent(send_gate=asyncio.Event())
     async with running_pod(tmp_path, engine=engine, agent=agent) as pod:
-        pod.want()
-        await pod.serving("base")
-        pod.want(ref("step-1"))
-        async with asyncio.timeout(5):
-            while "send step-1 ok" not in agent.calls:
-                await asyncio.sleep(0.01)
+        await sends(pod, agent)
         lose_node(engine, pod.supervisor, "node 1 was not heard for 30 s")
         with pytest.raises(PodFailed, match="node 1 was not heard"):
             async with asyncio.timeout(1):
@@ -122,12 +127,7 @@ async def test_a_sender_is_waited_for_while_the_engine_lives(tmp_path: Path) -> 
     """Also where the ranks are done: what it says belongs to the update."""
     engine, agent = FakeEngine(), FakeAgent(send_gate=asyncio.Event())
     async with running_pod(tmp_path, engine=engine, agent=agent) as pod:
-        pod.want()
-        await pod.serving("base")
-        pod.want(ref("step-1"))
-        async with asyncio.timeout(5):
-            while "send step-1 ok" not in agent.calls:
-                await asyncio.sleep(0.01)
+        await sends(pod, agent)
         (session,) = agent.staged
         agent.push(session, "ok")
         await asyncio.sleep(0.1)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_operator.api.conditions import ConditionType, Reason
-from rollout_operator.api.replica import Replica
 from rollout_operator.api.spec import RestartPolicy, RolloutSpec
 from rollout_operator.api.status import Restarts
 from rollout_operator.api.times import rfc3339, unix
@@ -26,7 +25,6 @@ from rollout_operator.plan.observed import (
 )
 from rollout_operator.plan.plan import make_plan
 from rollout_operator.plan.restarts import next_start
-from rollout_operator.plan.status import render_status
 from rollout_pod.protocol import PodPhase
 from tests.support.operator_objects import (
     DEFAULTS,
@@ -38,6 +36,7 @@ from tests.support.operator_objects import (
     seen,
     state,
 )
+from tests.support.plan_world import PlanWorld
 
 SPEC = RolloutSpec(model="m")
 QUICK = {
@@ -168,51 +167,16 @@ def test_when_a_container_ran(state: Any, expected: tuple[bool, float, float]):
 
 
 @dataclass
-class World:
+class World(PlanWorld):
     """Does what plans say, and what kubelet would."""
 
-    spec: dict[str, Any]
-    now: float = NOW
     what: Seen = field(default_factory=lambda: seen())
-    status: dict[str, Any] = field(default_factory=dict)
-    generation: int = 3
     made: list[tuple[float, str]] = field(default_factory=list)
     removed: list[tuple[float, Reason, bool]] = field(default_factory=list)
 
     @property
-    def replica(self) -> Replica:
-        return replica(status=self.status, generation=self.generation, **self.spec)
-
-    def pass_once(self) -> float | None:
-        """Do one action, or write the status; return the wait that the plan asks for."""
-        plan = make_plan(self.replica, self.what, self.now, defaults=DEFAULTS)
-        for action in plan.actions:
-            self._do(action)
-        if plan.actions:
-            return 0.0
-        status = render_status(self.replica, self.what, plan, self.now).dump()
-        if status != self.status:
-            self.status = status
-            return 0.0
-        return plan.requeue_after
-
-    def settle(self) -> float | None:
-        for _ in range(20):
-            wait = self.pass_once()
-            if wait != 0.0:
-                return wait
-        raise AssertionError("never at rest")
-
-    def run(self, seconds: float) -> None:
-        """Let the time pass, as the operator asks to be woken."""
-        end = self.now + seconds
-        while True:
-            wait = self.settle()
-            if wait is None or self.now + wait > end:
-                self.now = end
-                self.settle()
-                return
-            self.now += wait
+    def seen(self) -> Seen:
+        return self.what
 
     def _do(self, action: Action) -> None:
         if isinstance(action, CreatePod):
@@ -251,17 +215,6 @@ class World:
             seen(replace(self.what.pod, ready=False, engine=again)) if self.what.pod else seen()
         )
         self.settle()
-
-    @property
-    def restarts(self) -> Restarts:
-        found = self.replica.status.restarts
-        assert found is not None
-        return found
-
-    def reason(self, kind: ConditionType = ConditionType.READY) -> tuple[str, str]:
-        found = self.replica.status.condition(kind)
-        assert found is not None
-        return found.status, found.reason
 
     def counts(self) -> dict[str, int]:
         return {entry.reason: entry.count for entry in self.restarts.by_reason}

@@ -52,6 +52,13 @@ def start(follower: Follower, ranks: Ranks) -> "asyncio.Task[None]":
     return asyncio.create_task(follower.run(ranks.run))
 
 
+async def following(follower: Follower, ranks: Ranks) -> "asyncio.Task[None]":
+    """One that has its orders."""
+    task = start(follower, ranks)
+    await until(lambda: ranks.orders is not None)
+    return task
+
+
 async def test_a_node_that_is_there_before_its_head_waits_and_starts_with_it(
     site: GroupSite,
 ) -> None:
@@ -131,8 +138,7 @@ async def test_a_node_whose_head_was_killed_ends(site: GroupSite) -> None:
     head, _ = site.head()
     ranks, follower = Ranks(), site.follower()
     async with site.listening(head):
-        task = start(follower, ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(follower, ranks)
     gone = time.monotonic()
     with pytest.raises(FollowError, match="the head is lost"):
         await task
@@ -144,8 +150,7 @@ async def test_a_node_whose_head_was_started_again_ends(site: GroupSite) -> None
     head, _ = site.head()
     ranks = Ranks()
     async with site.listening(head):
-        task = start(site.follower(), ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(site.follower(), ranks)
     again, _ = site.head()
     async with site.listening(again):
         with pytest.raises(FollowError, match="the head was started again"):
@@ -158,8 +163,7 @@ async def test_a_head_that_drained_is_followed_at_once(site: GroupSite) -> None:
     head, pod = site.head()
     ranks = Ranks()
     async with site.listening(head):
-        task = start(site.follower(), ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(site.follower(), ranks)
         pod.begin_drain()
         await head.dismiss()
     await task
@@ -170,8 +174,7 @@ async def test_a_head_whose_engine_is_dead_takes_its_nodes_along(site: GroupSite
     head, pod = site.head()
     ranks = Ranks()
     async with site.listening(head):
-        task = start(site.follower(), ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(site.follower(), ranks)
         pod.board.change(engine=EngineStatus.DEAD)
         await head.dismiss()
         with pytest.raises(FollowError, match="the engine is dead"):
@@ -196,8 +199,7 @@ async def test_a_head_that_fails_while_its_engine_lives_takes_its_nodes_along(
     head, _ = site.head()
     ranks = Ranks()
     async with site.listening(head):
-        task = start(site.follower(), ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(site.follower(), ranks)
         started = time.monotonic()
         await head.dismiss()
         assert time.monotonic() - started < SILENCE_S
@@ -234,8 +236,7 @@ async def test_a_node_whose_ranks_end_ends(site: GroupSite) -> None:
     head, _ = site.head()
     ranks = Ranks()
     async with site.listening(head):
-        task = start(site.follower(), ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(site.follower(), ranks)
         ranks.fail()
         with pytest.raises(FollowError, match="ranks ended"):
             await task
@@ -245,8 +246,7 @@ async def test_a_node_that_is_asked_to_end_lets_the_head_drain_first(site: Group
     head, pod = site.head()
     ranks, follower = Ranks(), site.follower(drain_timeout_s=30)
     async with site.listening(head):
-        task = start(follower, ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(follower, ranks)
         follower.begin_drain()
         follower.begin_drain()
         await until(lambda: pod.drains > 0)
@@ -276,8 +276,7 @@ async def test_a_lost_beat_does_not_end_a_node_that_drains(site: GroupSite, told
     ranks, follower = Ranks(), site.follower(drain_timeout_s=30)
     network = follower.transport = LosesBeats()
     async with site.listening(head):
-        task = start(follower, ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(follower, ranks)
         if not told:
             network.lost = 2
         follower.begin_drain()
@@ -301,8 +300,7 @@ async def test_a_node_that_drains_does_not_wait_for_ever_for_a_head_that_it_cann
     ranks, follower = Ranks(), site.follower(drain_timeout_s=30)
     network = follower.transport = LosesBeats()
     async with site.listening(head):
-        task = start(follower, ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(follower, ranks)
         network.lost = 1_000_000
         asked = time.monotonic()
         follower.begin_drain()
@@ -327,8 +325,7 @@ async def test_the_head_notices_a_node_that_falls_silent(site: GroupSite) -> Non
     watch = asyncio.create_task(head.watch(lost.append))
     async with site.listening(head):
         ranks = Ranks()
-        task = start(site.follower(), ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(site.follower(), ranks)
         await asyncio.sleep(2 * SILENCE_S)
         assert lost == []
         task.cancel()
@@ -350,8 +347,7 @@ async def test_a_new_token_that_comes_to_one_side_first_ends_nothing(
     lost: list[str] = []
     watch = asyncio.create_task(head.watch(lost.append))
     async with site.listening(head):
-        task = start(follower, ranks)
-        await until(lambda: ranks.orders is not None)
+        task = await following(follower, ranks)
         folder = tmp_path if first == "node" else site.folder
         if with_previous:
             (folder / "previous").write_text(TOKEN)
@@ -381,8 +377,7 @@ async def test_probes_tell_where_a_node_stands(site: GroupSite) -> None:
         assert (await http.get("/healthz")).status_code == 200
         async with site.listening(head):
             ranks = Ranks()
-            task = start(follower, ranks)
-            await until(lambda: ranks.orders is not None)
+            task = await following(follower, ranks)
             assert (await http.get("/readyz")).status_code == 503
             pod.is_started = True
             await until(lambda: follower.standing is Standing.UP)
