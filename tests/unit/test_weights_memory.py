@@ -22,6 +22,7 @@ from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.segment import AttachError, RoomError, Segment, attach
 from rollout_pod.weights.slots import SlotKey, Slots
+from rollout_pod.weights.wire import PROTOCOL
 
 
 def test_attached_memory_is_the_owners_and_writes_stay_private(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_reports_survive_their_forms() -> None:
 )  # fmt: skip
 def test_messages_are_strict(change: dict) -> None:
     good = {
-        "v": 3, "kind": "bucket", "session": "s", "seq": 0, "segment": "x", "base": 0,
+        "v": PROTOCOL, "kind": "bucket", "session": "s", "seq": 0, "segment": "x", "base": 0,
         "length": 1, "entries": [[0, 0, 0, 1]],
     }  # fmt: skip
     assert wire.decode_to_rank(msgpack.packb(good)).seq == 0
@@ -194,7 +195,7 @@ def test_messages_are_strict(change: dict) -> None:
 
 
 def test_agents_messages_are_strict() -> None:
-    good = {"v": 3, "kind": "send", "id": 1, "session": "s", "timeout": 1}
+    good = {"v": PROTOCOL, "kind": "send", "id": 1, "session": "s", "timeout": 1}
     assert agent_wire.decode_to_agent(msgpack.packb(good)).timeout == 1
     for change in ({"timeout": 0}, {"timeout": float("nan")}, {"id": -1}, {"kind": "done"}):
         with pytest.raises(wire.WireError):

@@ -435,9 +435,29 @@ async def test_a_manifest_that_is_known_is_shown_with_the_greeting(
     heard.clear()
     waited.clear()
     _, loaders = await update(place, trainer, "step-1", held)
-    assert heard[:3] == ["hello", "manifest", "direct"]
+    assert heard == ["hello", "manifest", "finish"]  # the places came with the manifest
     assert waited[0].endswith("hello, then manifest")
     assert same(loaders[0].model, FIRST)
+    trainer.close()
+
+
+async def test_places_that_do_not_fit_the_manifest_cost_an_update(
+    place, gpu, ranks_view, monkeypatch
+) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu, mode="direct")
+    held = gpu.give(FIRST)
+    await update(place, trainer, "step-0", held)
+    with monkeypatch.context() as patch:
+        more = property(
+            lambda self: self.message.model_copy(update={"same": self.digest, "count": 1000})
+        )
+        patch.setattr(direct.Exports, "first", more)
+        with pytest.raises(RanksError, match="manifest: the session is accepted"):
+            await asyncio.to_thread(trainer.send, "step-1", held, timeout_s=5)
+    held["layers.0.norm"].add_(1)
+    _, loaders = await update(place, trainer, "step-2", held)
+    assert same(loaders[0].model, held)
     trainer.close()
 
 
@@ -461,7 +481,7 @@ def trainer_waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("why", ["forgotten", "another sender"])
+@pytest.mark.parametrize("why", ["forgotten", "another sender", "places forgotten"])
 async def test_a_manifest_that_was_shown_too_early_is_shown_again(
     place, gpu, ranks_view, why
 ) -> None:
@@ -469,11 +489,15 @@ async def test_a_manifest_that_was_shown_too_early_is_shown_again(
     trainer = sender(place, gpu)
     held = gpu.give(FIRST)
     await update(place, trainer, "step-0", held)
-    place.receivers[0]._talker._greeter._manifests.clear()
+    greeter = place.receivers[0]._talker._greeter
+    if why == "places forgotten":
+        greeter._places.clear()
+    else:
+        greeter._manifests.clear()
     if why == "another sender":
         other = sender(place, gpu)
         await update(place, other, "step-1", gpu.give(mixed_tensors(1)))
-        place.receivers[0]._talker._greeter._manifests.clear()
+        greeter._manifests.clear()
     held["layers.0.norm"].add_(1)
     sent, loaders = await update(place, trainer, "step-2", held)
     assert sent.mode == "direct"

@@ -106,6 +106,13 @@ class Exports:
         self.digest = self.message.digest
         return True
 
+    @property
+    def first(self) -> wire.Direct | None:
+        """What may be read first, as a message; None before ``renew``."""
+        if self.message is None:
+            return None
+        return self.message.model_copy(update={"same": self.digest, "count": self._looked})
+
     def parts(self) -> Iterator[tuple[int, int]]:
         """Tensors that may be read now, as (first, how many): a part is looked at while the ranks
         copy the one before it. The first one is what ``renew`` has looked at.

@@ -114,6 +114,13 @@ class Greeter:
             raise BucketError(f"direct: places {message.same!r} are not known here")
         return known.model_copy(update={"first": message.first, "count": message.count})
 
+    def held_places(self, offer: wire.Offer) -> wire.Direct | None:
+        """The places that come with a manifest; None if there are none, or they are not known."""
+        known = self._places.get(offer.places)
+        if known is None:
+            return None
+        return known.model_copy(update={"session": offer.session, "first": 0, "count": offer.count})
+
     def held(self, offer: wire.Offer) -> Manifest | None:
         """The manifest of an offer; None if it is sent in short and not known here."""
         if not offer.same:

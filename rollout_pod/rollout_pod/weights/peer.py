@@ -34,6 +34,8 @@ class RankPeer:
     early: bool = False
     """A manifest was shown before the welcome, and not refused for that."""
     accepted: bool = False
+    placed: bool = False
+    """It took the places that were shown with the manifest."""
     problems: tuple[str, ...] = ()
     copied: list[int] = field(default_factory=list)
     """Of each acknowledged bucket, in order: see ``wire.Ack``."""
@@ -70,7 +72,7 @@ class RankPeer:
         """Begin another session on this connection."""
         self.session = session
         self.welcome = self.mapped = self.report = self.refused = None
-        self.accepted = self.early = False
+        self.accepted = self.early = self.placed = False
         self.problems = ()
         self.copied = []
         self.failed = self.unfit = ""
@@ -159,7 +161,7 @@ class RankPeer:
             if message.transport == self.asked:  # else it answers the hello before
                 self.welcome = message
         elif isinstance(message, wire.Accepted):
-            self.accepted = True
+            self.accepted, self.placed = True, message.placed
         elif isinstance(message, wire.Rejected):
             self.problems = message.problems or ("the manifest is rejected without a reason",)
         elif isinstance(message, wire.Mapped):

@@ -156,6 +156,15 @@ def watch(done: Callable[[], bool], check: Callable[[], None]) -> None:
             time.sleep(_SPIN_S if now < slow_from else _SLOW_S)
 
 
+def look_out(done: Callable[[], bool], check: Callable[[], None] = lambda: None) -> None:
+    """``watch`` for what should come within milliseconds, for 50 of them at most; whoever has not
+    seen it then waits asleep. A processor that slept for so long takes half a millisecond to come
+    to itself, which is as much as all messages of an update take.
+    """
+    until = time.monotonic() + _SPINS_FOR_S
+    watch(lambda: done() or time.monotonic() > until, check)
+
+
 @contextmanager
 def _sharp_sleep() -> Iterator[None]:
     """Let this thread's short sleeps be short: by default the kernel adds 50 microseconds."""
@@ -172,5 +181,5 @@ def _libc() -> ctypes.CDLL:
 
 
 __all__: Final = [
-    "SENDER", "AttachError", "Counters", "OwnCounters", "open_counters", "watch",
+    "SENDER", "AttachError", "Counters", "OwnCounters", "look_out", "open_counters", "watch",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """What one rank says of a load."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 
@@ -33,7 +33,7 @@ class LoadReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Only numbers, strings and booleans: fit for msgpack and JSON."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:

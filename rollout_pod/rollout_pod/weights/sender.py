@@ -18,7 +18,7 @@ from rollout_pod.weights import wire
 from rollout_pod.weights.buckets import WINDOW, Bucket
 from rollout_pod.weights.manifest import Manifest, shorten
 from rollout_pod.weights.peer import RankPeer
-from rollout_pod.weights.progress import Counters, watch
+from rollout_pod.weights.progress import Counters, look_out, watch
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.segment import Segment
 
@@ -31,7 +31,8 @@ CONNECT_S: Final = 2.0
 """How long a rank may take to be there at all."""
 
 
-Meanwhile = Callable[[Callable[[Manifest], None]], None]
+Show = Callable[[Manifest, "wire.Direct | None"], None]
+Meanwhile = Callable[[Show], None]
 
 
 class SessionError(Exception):
@@ -207,10 +208,10 @@ class Session:
         )
         self._held = self.holds
 
-    def _show_early(self, manifest: Manifest) -> None:
+    def _show_early(self, manifest: Manifest, first: wire.Direct | None) -> None:
         if manifest.digest in self._held:
             self._early = manifest.digest
-            message = wire.Offer.of(self.session, manifest, held=self._held)
+            message = wire.Offer.of(self.session, manifest, held=self._held, first=first)
             for rank in self._ranks:
                 rank.early = True
                 rank.send(message)
@@ -264,20 +265,30 @@ class Session:
         return what == self._mapped[0] and self._mapped[1] in self.holds
 
     def direct(self, message: wire.Direct) -> None:
-        """Let all ranks read all tensors where they lie; instead of buckets."""
+        """Let all ranks read tensors where they lie; instead of buckets. Ranks that took the first
+        ones with the manifest are not told of them again.
+        """
         for rank in self._ranks:
-            rank.send(message)
+            if message.first or not rank.placed:
+                rank.send(message)
         self._sent += 1
+        self._held |= {message.digest}
 
-    def offer(self, manifest: Manifest, timeout_s: float) -> None:
+    def offer(self, manifest: Manifest, timeout_s: float, first: wire.Direct | None = None) -> None:
         """Show the manifest to all ranks, before any byte.
+
+        Args:
+            manifest: of the version.
+            timeout_s: for all ranks to answer.
+            first: what ``direct`` will be called with first: ranks that know the places take it
+                with the manifest, so that a load needs to wait for no message.
 
         Raises:
             ManifestError: with the problems of all ranks.
             RanksError: a rank refuses, is lost or does not answer.
         """
         self._manifest = manifest
-        message = wire.Offer.of(self.session, manifest, held=self.holds)
+        message = wire.Offer.of(self.session, manifest, held=self.holds, first=first)
         asked: set[int] = set()
 
         def answered(rank: RankPeer) -> bool:
@@ -358,12 +369,13 @@ class Session:
             self._wait(lambda: all(rank.acked == self._sent for rank in self._ranks), deadline)
         for rank in self._ranks:
             rank.send(message)
-        self._wait(
-            lambda: all(
-                rank.report is not None and rank.acked == self._sent for rank in self._ranks
-            ),
-            deadline,
-        )
+
+        def reported() -> bool:
+            return all(r.report is not None and r.acked == self._sent for r in self._ranks)
+
+        if self.transport == "cuda_ipc":
+            self._look_out(reported, deadline)
+        self._wait(reported, deadline)
         for rank in self._ranks:
             report = rank.report
             if report is None or (report.tensors, report.bytes, report.version) != (
@@ -414,6 +426,17 @@ class Session:
             if done():
                 return
             self._pump(min(TICK_S, self._left(deadline)))
+
+    def _look_out(self, done: Callable[[], bool], deadline: float) -> None:
+        def seen() -> bool:
+            for rank in self._ranks:
+                rank.receive()
+            return done() or bool(self._trouble())
+
+        def check() -> None:
+            self._left(deadline)
+
+        look_out(seen, check)
 
     def _left(self, deadline: float) -> float:
         """Seconds that may still be waited; gives up where there are none, or if cancelled."""

@@ -17,6 +17,7 @@ from rollout_pod.weights.greeting import Greeter
 from rollout_pod.weights.incoming import Incoming, OrderError
 from rollout_pod.weights.manifest import Manifest, check_manifest, shorten
 from rollout_pod.weights.memory import Memories
+from rollout_pod.weights.progress import look_out
 from rollout_pod.weights.spec import Expected
 
 log = logging.getLogger(__name__)
@@ -152,8 +153,12 @@ class Talker:
             poller.register(socket, zmq.POLLIN)
             poller.register(self._wake, zmq.POLLIN)
             next_ping = 0.0
+            looked_out: Incoming | None = None
             while not self._closing.is_set():
                 loading = self.loading()
+                if loading and loading.finishing and loading is not looked_out:
+                    looked_out = loading
+                    self._look_out()
                 ready = dict(poller.poll(int((PING_S if loading else IDLE_S) * 1000)))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
@@ -178,6 +183,11 @@ class Talker:
                 if self._current is not None:
                     self._current.fail("the rank's receiver was closed")
             context.destroy(linger=0)
+
+    def _look_out(self) -> None:
+        """For the report of a GPU's copies."""
+        if self._memories.device is not None:
+            look_out(lambda: bool(self._outbox) or self._closing.is_set())
 
     def loading(self) -> Incoming | None:
         """The session that is being loaded now."""
@@ -310,4 +320,11 @@ class Talker:
                 return wire.Rejected(session=offer.session, problems=shorten(problems, PROBLEMS))
             current.accept(shown)
             self._greeter.hold(manifest)
-        return wire.Accepted(session=offer.session)
+            places = self._greeter.held_places(offer)
+            if places is not None:
+                try:
+                    current.direct(places)
+                except BucketError as error:
+                    current.fail(str(error))
+                    return wire.Refused(session=offer.session, code="order", message=str(error))
+        return wire.Accepted(session=offer.session, placed=places is not None)

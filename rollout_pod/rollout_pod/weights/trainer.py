@@ -26,7 +26,7 @@ from rollout_pod.weights.fill import (
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.push import stream
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.sender import Meanwhile, RanksError, Session, TransferFailed
+from rollout_pod.weights.sender import Meanwhile, RanksError, Session, Show, TransferFailed
 from rollout_pod.weights.trainer_look import UNHASHED, Look, Looker, Mode, Tensors, step
 from rollout_pod.weights.trainer_memory import TrainerMemory
 
@@ -158,7 +158,8 @@ class WeightSender:
             assert shown is not None  # noqa: S101 - look() sets it
             reason = "; ".join(text for text in (link.reason, look.why) if text)
             with step(steps, "manifest"):
-                link.offer(shown, deadline - time.monotonic())
+                first = direct.first if direct is not None else None
+                link.offer(shown, deadline - time.monotonic(), first)
             with step(steps, "map"):
                 slower = self._memory.map(link, shown, direct, deadline)
                 reason = "; ".join(text for text in (reason, slower) if text)
@@ -252,13 +253,13 @@ class WeightSender:
         look: Look,
         link: Session,
         steps: dict[str, float],
-        show: Callable[[Manifest], None],
+        show: Show,
     ) -> None:
         """What can be done before the ranks have answered. They read nothing of the ring: they have
         loaded all of the last update, or the connection would not be the same.
         """
         shown = self._looker.look(look, link, steps)
-        show(shown)
+        show(shown, look.direct.first if look.direct is not None else None)
         ring = self._memory.ring
         if look.direct or not isinstance(ring, DeviceRing) or ring.counters is None:
             return

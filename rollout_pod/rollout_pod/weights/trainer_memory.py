@@ -39,25 +39,27 @@ class TrainerMemory:
         self._old: list[Ring] = []
         self._probe = self._probe_offset = 0
         self._probe_region: tuple[str, bytes, int] = ("", b"", 0)
+        self._token = b""
         self._counters: OwnCounters | None = None
         self._uncountable = ""
 
     def token(self) -> tuple[wire.DeviceProbe, bytes] | None:
-        """A new token in the GPU's memory, and where it is; None without a GPU."""
+        """A token in the GPU's memory, and where it is; None without a GPU."""
         device = self._device
         if device is None:
             return None
-        token = secrets.token_bytes(TOKEN_BYTES)
         if not self._probe:
+            # written once, before any other process knows of it: a write waits for the GPU
+            self._token = secrets.token_bytes(TOKEN_BYTES)
             self._probe = device.allocate(_PROBE_BYTES)
             found = device.export(self._probe)
             self._probe_region = (f"probe-{secrets.token_hex(8)}", found.handle, found.nbytes)
             self._probe_offset = self._probe - found.address
-        device.write(self._probe, token)
+            device.write(self._probe, self._token)
         where = wire.DeviceProbe(
             gpu_uuid=device.uuid, handle=self._probe_region[1], offset=self._probe_offset
         )
-        return where, token
+        return where, self._token
 
     def map(
         self, link: Session, manifest: Manifest, direct: Exports | None, deadline: float

@@ -16,7 +16,7 @@ from rollout_pod.weights.manifest import Manifest, digest_of
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.spec import TensorSpec
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 
 T = TypeVar("T")
 
@@ -96,14 +96,29 @@ class Offer(Message):
     """Instead of both: the digest of a manifest that the rank holds."""
     hashes: tuple[Hash, ...] = ()
     """Of each tensor, if its bytes are to be compared; also beside ``same``."""
+    places: Digest = ""
+    """As a first ``Direct`` with ``same`` and ``count``; taken if the rank holds these places."""
+    count: Count = 0
 
     @classmethod
-    def of(cls, session: str, manifest: Manifest, *, held: Collection[str] = ()) -> Self:
-        """The manifest on the wire, in short if it is among those ``held``."""
+    def of(
+        cls,
+        session: str,
+        manifest: Manifest,
+        *,
+        held: Collection[str] = (),
+        first: "Direct | None" = None,
+    ) -> Self:
+        """The manifest on the wire, in short if it is among those ``held``; with ``first``, if its
+        places are among them, too.
+        """
         if manifest.digest in held:
+            places, count = "", 0
+            if first is not None and first.count is not None and first.digest in held:
+                places, count = first.digest, first.count
             return cls(
                 session=session, version=manifest.version, same=manifest.digest,
-                hashes=manifest.hashes,
+                hashes=manifest.hashes, places=places, count=count,
             )  # fmt: skip
         return cls(
             session=session,
@@ -120,10 +135,11 @@ class Offer(Message):
 
 
 class Accepted(Message):
-    """Rank: the manifest fits."""
+    """Rank: the manifest fits. ``placed``: and the places that came with it were taken."""
 
     kind: Literal["accepted"] = "accepted"
     session: SessionId
+    placed: bool = False
 
 
 class Rejected(Message):
