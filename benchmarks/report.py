@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -38,10 +39,24 @@ def where() -> str:
     return ", ".join(parts)
 
 
+MOST_COLUMNS: Final = 10
+"""Of a table that can be read in a terminal."""
+
+
+def tell(row: Mapping[str, object]) -> None:
+    """One figure a line."""
+    for name, value in row.items():
+        print(f"{name:>28}  {_cell(value)}")
+    print(flush=True)
+
+
 def show(result: Result) -> None:
     """Print the table, then the JSON object as the last line."""
     console = Console(stderr=False)
-    if result.rows:
+    if result.rows and len(result.rows[0]) > MOST_COLUMNS:
+        for row in result.rows:
+            tell(row)
+    elif result.rows:
         table = Table(title=result.name)
         for column in result.rows[0]:
             table.add_column(str(column), justify="right")

@@ -48,6 +48,9 @@ class Shape:
 
 SHAPES = {
     "qwen3-8b": Shape(4096, 36, 32, 8, 12288, 151936),
+    "qwen3-0.25b": Shape(1024, 14, 16, 8, 3072, 16384),  # no model of theirs: half a gigabyte
+    "qwen3-4b": Shape(2560, 36, 32, 8, 9728, 151936),
+    "qwen3-14b": Shape(5120, 40, 40, 8, 17408, 151936),
     "qwen3-0.6b": Shape(1024, 28, 16, 8, 3072, 151936),
     "qwen3-32b": Shape(5120, 64, 64, 8, 25600, 151936),
     # 18,432 tensors of experts, 58 GB

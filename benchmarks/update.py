@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.rank import SHM, Rank, rank
-from benchmarks.report import Result
+from benchmarks.report import Result, tell
 from benchmarks.synthetic import SHAPES, copy_ms, make_tensors, specs
 from rollout_pod.weights.buckets import make_plan
 from rollout_pod.weights.cuda import Cuda
@@ -52,13 +52,6 @@ def updates(
         sent = sender.send(version, tensors, on_accepted=there.load, timeout_s=120)
         done.append((sent, there.report()))
     return done[2:]
-
-
-def tell(row: Mapping[str, object]) -> None:
-    """One figure a line: a table of so many columns cannot be read in a terminal."""
-    for name, value in row.items():
-        print(f"{name:>16}  {value:.2f}" if isinstance(value, float) else f"{name:>16}  {value}")
-    print(flush=True)
 
 
 def _row(name: str, done: list[tuple[SentWeights, dict[str, Any]]]) -> dict[str, object]:

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 from benchmarks.pod import QWEN3_8B, SAMPLING
 from benchmarks.rank import rank
-from benchmarks.report import Result
+from benchmarks.report import Result, tell
 from benchmarks.synthetic import SHAPES, make_tensors, specs
-from benchmarks.update import WHERE, copy_floor_ms, need_gpu, tell, updates
+from benchmarks.update import WHERE, copy_floor_ms, need_gpu, updates
 from examples.tiny_models import make
 from rollout_pod.engine.base import EngineRequest, EngineSettings
 from rollout_pod.engine.vllm import VllmEngine

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from benchmarks.rank import rank
-from benchmarks.report import Result
+from benchmarks.report import Result, tell
 from benchmarks.synthetic import SHAPES, SyntheticLoader, make_tensors, specs
-from benchmarks.update import MAIN_MB, MB, WHERE, need_gpu, tell, updates
+from benchmarks.update import MAIN_MB, MB, WHERE, need_gpu, updates
 from rollout_pod.weights.cuda import Cuda
 from rollout_pod.weights.trainer import WeightSender
 

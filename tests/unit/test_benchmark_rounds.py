@@ -55,7 +55,8 @@ def test_a_row_tells_medians_of_rates_and_of_each_rounds_ratio() -> None:
         "concurrent": 64, "rounds": 3, "bare tok/s": 20.0, "http tok/s": 20.0,
         "vllm serve tok/s": 16.0, "http / bare": pytest.approx(0.95),
         "vllm serve / bare": pytest.approx(0.8), "http / vllm serve": pytest.approx(1.25),
-        "worst quarter": pytest.approx(0.9), "best quarter": pytest.approx(1.9), "of rounds": 3,
+        "worst quarter / vllm serve": pytest.approx(0.9),
+        "best quarter / vllm serve": pytest.approx(1.9), "rounds / vllm serve": 3,
     }  # fmt: skip
 
 
