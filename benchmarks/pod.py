@@ -30,6 +30,7 @@ from tests.support.process import free_port
 
 CPU_ARGS = (
     "--dtype=float32",
+    "--enforce-eager",  # the pod's default on a CPU, and not that of vLLM's own server
     "--max-model-len=2048",
     "--max-num-seqs=256",
     # vLLM's own server would take most of the machine's memory
