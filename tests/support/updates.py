@@ -4,6 +4,7 @@ import asyncio
 
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.trainer import SentWeights, WeightSender
+from tests.support.fake_device import FakeDevice
 from tests.support.weights import ModelLoader, Place
 
 
@@ -41,3 +42,10 @@ async def update(
     )  # fmt: skip
     assert await loads.reports() == sent.reports
     return sent, loaders
+
+
+def sender(place: Place, gpu: FakeDevice | None, **settings) -> WeightSender:
+    return WeightSender(
+        place.rank_sockets, shm_dir=place.shm_dir, device=gpu,
+        **{"bucket_bytes": 4096, **settings},
+    )  # fmt: skip

@@ -19,28 +19,10 @@ from rollout_pod.weights.sender import ManifestError, RanksError, Session, Trans
 from rollout_pod.weights.talking import Talker
 from rollout_pod.weights.trainer import WeightSender
 from tests.support.fake_device import FakeDevice
-from tests.support.updates import Loads, update
-from tests.support.weights import ModelLoader, Place, expected_of, mixed_tensors, same
+from tests.support.updates import Loads, sender, update
+from tests.support.weights import ModelLoader, expected_of, mixed_tensors, same
 
 FIRST = mixed_tensors(0)
-
-
-@pytest.fixture
-def gpu(place: Place) -> FakeDevice:
-    """The trainer's view of it; ``ranks_view`` is the engine's."""
-    return FakeDevice(place.root / "gpu")
-
-
-@pytest.fixture
-def ranks_view(place: Place) -> FakeDevice:
-    return FakeDevice(place.root / "gpu")
-
-
-def sender(place: Place, gpu: FakeDevice | None, **settings) -> WeightSender:
-    return WeightSender(
-        place.rank_sockets, shm_dir=place.shm_dir, device=gpu,
-        **{"bucket_bytes": 4096, **settings},
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("bucket_bytes", [256, 4096, 1 << 20])
@@ -438,26 +420,6 @@ async def test_a_manifest_that_is_known_is_shown_with_the_greeting(
     assert heard == ["hello", "manifest", "finish"]  # the places came with the manifest
     assert waited[0].endswith("hello, then manifest")
     assert same(loaders[0].model, FIRST)
-    trainer.close()
-
-
-async def test_places_that_do_not_fit_the_manifest_cost_an_update(
-    place, gpu, ranks_view, monkeypatch
-) -> None:
-    place.start_receivers(expected_of(FIRST), device=ranks_view)
-    trainer = sender(place, gpu, mode="direct")
-    held = gpu.give(FIRST)
-    await update(place, trainer, "step-0", held)
-    with monkeypatch.context() as patch:
-        more = property(
-            lambda self: self.message.model_copy(update={"same": self.digest, "count": 1000})
-        )
-        patch.setattr(direct.Exports, "first", more)
-        with pytest.raises(RanksError, match="manifest: the session is accepted"):
-            await asyncio.to_thread(trainer.send, "step-1", held, timeout_s=5)
-    held["layers.0.norm"].add_(1)
-    _, loaders = await update(place, trainer, "step-2", held)
-    assert same(loaders[0].model, held)
     trainer.close()
 
 

@@ -88,13 +88,15 @@ class Greeter:
             text = f"memory: the session is {session.phase}"
             return wire.Refused(session=message.session, code="order", message=text)
         self.owner = session.peer
-        self._places.clear()
+        if self._mapped != (message.digest,):
+            self._places.clear()  # they are places in what was mapped before
         self._mapped = ()
         regions = {name: (handle, nbytes) for name, handle, nbytes in message.device}
         try:
             unpinned = self._memories.map(regions, set(message.segments))
             uncounted = self._memories.count(message.counters, self._rank)
         except (AttachError, DeviceError) as error:
+            self._places.clear()
             return wire.Mapped(session=message.session, error=str(error) or repr(error))
         self._mapped = (message.digest,)
         return wire.Mapped(session=message.session, uncounted=uncounted, unpinned=unpinned)

@@ -149,7 +149,7 @@ class RankPeer:
             if message.code == "transport" and self.tolerant:
                 self.unfit = message.message
                 return
-            if self.early and message.code in ("order", "stale"):
+            if self.early and not self.accepted and message.code in ("order", "stale"):
                 self.early = False
                 return
             self.refused = self.refused or message

@@ -182,6 +182,12 @@ class Session:
         finally:
             if own is not None:
                 own.close()
+        if device is not None:
+            # answers to what was shown with the first hello came before the welcome to the second
+            self._early = ""
+            for rank in self._ranks:
+                rank.accepted = rank.placed = rank.early = False
+                rank.problems = ()
 
     def _hello(
         self,

@@ -288,6 +288,11 @@ class Talker:
                 if self._current is not current or (current and current.phase == "loading"):
                     text = "a load has begun; try again when it has ended"
                     return wire.Refused(session=hello.session, code="busy", message=text)
+                if current and current.phase == "accepted" and current.peer != peer:
+                    # its sender may have nothing more to say that could be refused
+                    text = f"session {current.session!r} was replaced by {hello.session!r}"
+                    told = wire.Refused(session=current.session, code="stale", message=text)
+                    self._outbox.append((current.peer, told, None))
                 self._current = Incoming(hello.session, peer, transport=hello.transport)
         return answer
 
@@ -311,7 +316,8 @@ class Talker:
             if isinstance(current, wire.Refused):
                 return current
             if current.phase != "greeted":
-                text = f"manifest: the session is {current.phase}"
+                why = f": {current.failure}" if current.failure else ""
+                text = f"manifest: the session is {current.phase}{why}"
                 return wire.Refused(session=offer.session, code="order", message=text)
             if expected is None:
                 text = "the engine has not recorded its boot load yet; try again"
@@ -324,7 +330,7 @@ class Talker:
             if places is not None:
                 try:
                     current.direct(places)
-                except BucketError as error:
+                except (OrderError, BucketError) as error:
                     current.fail(str(error))
                     return wire.Refused(session=offer.session, code="order", message=str(error))
         return wire.Accepted(session=offer.session, placed=places is not None)

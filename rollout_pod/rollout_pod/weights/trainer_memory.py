@@ -50,12 +50,17 @@ class TrainerMemory:
             return None
         if not self._probe:
             # written once, before any other process knows of it: a write waits for the GPU
-            self._token = secrets.token_bytes(TOKEN_BYTES)
-            self._probe = device.allocate(_PROBE_BYTES)
-            found = device.export(self._probe)
+            token = secrets.token_bytes(TOKEN_BYTES)
+            address = device.allocate(_PROBE_BYTES)
+            try:
+                found = device.export(address)
+                device.write(address, token)
+            except DeviceError:
+                device.free(address)
+                raise
             self._probe_region = (f"probe-{secrets.token_hex(8)}", found.handle, found.nbytes)
-            self._probe_offset = self._probe - found.address
-            device.write(self._probe, self._token)
+            self._probe, self._probe_offset = address, address - found.address
+            self._token = token
         where = wire.DeviceProbe(
             gpu_uuid=device.uuid, handle=self._probe_region[1], offset=self._probe_offset
         )
