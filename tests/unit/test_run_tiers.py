@@ -77,8 +77,22 @@ def test_an_unknown_tier_is_named(tmp_path):
 
 
 def test_all_deadlines_leave_ci_time_for_the_rest(runner):
-    assert list(runner.DEADLINES_S) == ["unit", "wire", "engine", "verl", "cluster"]
-    assert sum(runner.DEADLINES_S.values()) <= 5100
+    assert list(runner.SHARES_S) == ["unit", "wire", "engine", "verl", "cluster"]
+    assert sum(runner.SHARES_S.values()) + runner.SPARE_S <= 5100
+
+
+@pytest.mark.parametrize(
+    ("took", "left"),
+    [((), 1220), ((550,), 1220), ((500,), 1270), ((1000,), 770), ((550, 1820), 0), ((1800,), 0)],
+)
+def test_what_a_tier_leaves_is_for_those_after_it(runner, took, left):
+    tiers = list(runner.SHARES_S)
+    before = [
+        runner.Result(tier=tier, seconds=seconds)
+        for tier, seconds in zip(tiers, took, strict=False)
+    ]
+    tier = tiers[len(took)]
+    assert runner.deadline_of(tier, before) == runner.SHARES_S[tier] + left
 
 
 def test_a_tier_whose_environment_cannot_be_made_fails(tmp_path, runner, monkeypatch):
@@ -92,6 +106,6 @@ def test_a_tier_whose_environment_cannot_be_made_fails(tmp_path, runner, monkeyp
 
 def test_every_environment_has_a_script_and_is_of_a_tier(runner):
     for name, script in runner.ENVIRONMENTS.items():
-        assert name in runner.DEADLINES_S
+        assert name in runner.SHARES_S
         assert (runner.ROOT / "scripts" / f"{script}.py").exists()
     assert runner.interpreter("unit") == sys.executable
