@@ -240,6 +240,9 @@ async def test_a_late_bucket_of_an_older_session_disturbs_nobody(
     streaming = asyncio.ensure_future(asyncio.to_thread(stream, newer))
     assert await asyncio.to_thread(gate.reached.wait, 10)
 
+    told = raw.hear()  # unasked, as its manifest had been accepted
+    assert (told.kind, told.session, told.code) == ("refused", "s1", "stale")
+    assert told.message == "session 's1' was replaced by 's2'"
     raw.bucket(0)
     late = raw.hear()
     assert (late.kind, late.session, late.code) == ("refused", "s1", "stale")
