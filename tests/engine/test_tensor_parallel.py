@@ -1,11 +1,13 @@
 """Two ranks: each takes every bucket and answers for itself."""
 
 import os
+import platform
 import signal
 from collections.abc import Iterator
 
 import psutil
 import pytest
+import torch
 
 from rollout_pod.engine import leftovers
 from rollout_pod.engine.processes import engine_children
@@ -31,6 +33,8 @@ KIND = "tied"
 ARGS = ("--tensor-parallel-size=2",)
 A = checkpoint(KIND, 0)
 B = checkpoint(KIND, 1)
+IN_SHARED_MEMORY = platform.machine() != "x86_64" or torch.cpu._is_avx512_supported()
+"""Whether ranks add up there: vLLM's build for x86 without AVX-512 leaves that to gloo."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,7 +86,7 @@ async def test_it_sleeps_and_wakes(engine):
 
 
 async def test_a_shutdown_leaves_nothing_in_shared_memory(engine, shared_before):
-    assert _collectives(shared_before), "the engine uses none: the test shows nothing"
+    assert bool(_collectives(shared_before)) == IN_SHARED_MEMORY
     await engine.shutdown()
     assert engine_children(frozenset()) == []
     assert leftovers.unused(leftovers.names_now() - shared_before) == frozenset()
@@ -97,7 +101,7 @@ async def test_killed_workers_leave_nothing_in_shared_memory(shared_before):
             for process in killed:
                 os.kill(process.pid, signal.SIGKILL)
             psutil.wait_procs(killed, timeout=10)
-            assert _collectives(shared_before), "nothing was left: the test shows nothing"
+            assert bool(_collectives(shared_before)) == IN_SHARED_MEMORY
         finally:
             await engine.shutdown()
     assert leftovers.unused(leftovers.names_now() - shared_before) == frozenset()
