@@ -82,16 +82,16 @@ def test_all_deadlines_leave_ci_time_for_the_rest(runner):
 
 
 @pytest.mark.parametrize(
-    ("took", "left"),
-    [((), 1220), ((550,), 1220), ((500,), 1270), ((1000,), 770), ((550, 1820), 0), ((1800,), 0)],
+    ("over", "left"),
+    [((), 1220), ((0,), 1220), ((-50,), 1270), ((450,), 770), ((0, 1220), 0), ((1300,), 0)],
 )
-def test_what_a_tier_leaves_is_for_those_after_it(runner, took, left):
+def test_what_a_tier_leaves_is_for_those_after_it(runner, over, left):
     tiers = list(runner.SHARES_S)
     before = [
-        runner.Result(tier=tier, seconds=seconds)
-        for tier, seconds in zip(tiers, took, strict=False)
+        runner.Result(tier=tier, seconds=runner.SHARES_S[tier] + seconds)
+        for tier, seconds in zip(tiers, over, strict=False)
     ]
-    tier = tiers[len(took)]
+    tier = tiers[len(over)]
     assert runner.deadline_of(tier, before) == runner.SHARES_S[tier] + left
 
 
