@@ -145,16 +145,19 @@ class Reconciler:
             left = _settling(status, memory)
             if left > 0:
                 return Next(delay=left, fresh=False)
-            await self._write(replica, status)
-            if status.last_committed != replica.status.last_committed:
-                # the pod's fallback is another one now
+            newest = await self._write(replica, status)
+            # a spec that the answer was the first to show wakes nobody: its event is no news then
+            asks_for_more = not newest.same_as(replica)
+            # or the pod's fallback is another one now
+            if asks_for_more or status.last_committed != replica.status.last_committed:
                 return Next(delay=0, fresh=False)
         resync = self._resync_s * random.uniform(0.9, 1.1)  # noqa: S311 - jitter
         soonest = min((wait for wait in waits if wait is not None), default=resync)
         # what the watches lose the lists find (``relist``): one read for all, not one for each
         return Next(delay=soonest) if soonest < resync else Next(delay=resync, fresh=False)
 
-    async def _write(self, replica: Replica, status: ReplicaStatus) -> None:
+    async def _write(self, replica: Replica, status: ReplicaStatus) -> Replica:
+        """Returns the replica as the API server has it now."""
         body = {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
@@ -176,6 +179,7 @@ class Reconciler:
             self._metrics.update_seconds.labels(step=step).observe(seconds)
         for kind, reason, message in transitions(replica.status, status):
             await self._executor.tell(replica, kind, reason, message)
+        return Replica.parse(answer)
 
 
 def _settling(status: ReplicaStatus, memory: Memory) -> float:

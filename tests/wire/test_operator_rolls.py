@@ -1,5 +1,6 @@
 """Changes of the spec: what replaces the pod and what does not, also when they come too soon."""
 
+import asyncio
 import shutil
 import signal
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import yaml
 
 import rollout_operator
+from rollout_operator.apply.kube import KubeApi
+from rollout_operator.hub import Hub
 from tests.support.fake_apiserver import Json
 from tests.support.operator_kit import Bench, bench
 from tests.wire.test_operator_process import process
@@ -93,6 +96,29 @@ async def test_reverted_before_the_new_pod_serves_nothing_serves_the_wrong_model
         await b.run_pod()
         await b.ready("Serving")
         assert "restarts" not in b.status()
+
+
+async def test_a_change_that_the_answer_to_a_status_write_is_the_first_to_show(monkeypatch):
+    event, apply = Hub.replica, KubeApi.apply
+    changed: list[bool] = []
+
+    def late(self, news) -> None:
+        asyncio.get_running_loop().call_later(0.5, event, self, news)
+
+    async def overtaken(self, *args, **given):
+        if given.get("subresource") == "status" and not changed:
+            changed.append(True)
+            b.patch(model="other")
+        return await apply(self, *args, **given)
+
+    async with bench() as b:
+        await b.serving()
+        await b.quiet()
+        monkeypatch.setattr(Hub, "replica", late)
+        monkeypatch.setattr(KubeApi, "apply", overtaken)
+        b.patch(restartPolicy={"maxRestarts": 3})
+        await draining(b)
+        assert changed
 
 
 async def test_a_pod_that_is_not_ready_does_not_hold_up_its_own_replacement():
