@@ -1,11 +1,12 @@
 """Updates by a trainer's sender into the receivers of a place."""
 
 import asyncio
+from collections.abc import Sequence
 
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.trainer import SentWeights, WeightSender
 from tests.support.fake_device import FakeDevice
-from tests.support.weights import ModelLoader, Place
+from tests.support.weights import ModelLoader, Place, expected_of
 
 
 class Loads:
@@ -49,3 +50,10 @@ def sender(place: Place, gpu: FakeDevice | None, **settings) -> WeightSender:
         place.rank_sockets, shm_dir=place.shm_dir, device=gpu,
         **{"bucket_bytes": 4096, **settings},
     )  # fmt: skip
+
+
+def start_on(place: Place, devices: Sequence[FakeDevice | None], tensors) -> None:
+    """A rank for each view of a GPU."""
+    place.start_receivers(*[expected_of(tensors)] * len(devices))
+    for receiver, device in zip(place.receivers, devices, strict=True):
+        receiver._memories.device = device

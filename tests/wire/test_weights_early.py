@@ -13,17 +13,14 @@ from rollout_pod.weights.device import DeviceError
 from rollout_pod.weights.sender import RanksError, Session, TransferFailed
 from rollout_pod.weights.talking import Talker
 from tests.support.fake_device import FakeDevice
-from tests.support.updates import Loads, sender, update
-from tests.support.weights import ModelLoader, Place, expected_of, mixed_tensors, same
+from tests.support.updates import Loads, sender, start_on, update
+from tests.support.weights import ModelLoader, Place, mixed_tensors, same
 
 FIRST = mixed_tensors(0)
 
 
 def start(place: Place, devices: Sequence[FakeDevice], tensors=FIRST) -> None:
-    """A rank for each view of a GPU."""
-    place.start_receivers(*[expected_of(tensors)] * len(devices))
-    for receiver, device in zip(place.receivers, devices, strict=True):
-        receiver._memories.device = device
+    start_on(place, devices, tensors)
 
 
 def views(place: Place, count: int) -> list[FakeDevice]:

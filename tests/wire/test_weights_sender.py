@@ -19,7 +19,7 @@ from rollout_pod.weights.sender import ManifestError, RanksError, Session, Trans
 from rollout_pod.weights.talking import Talker
 from rollout_pod.weights.trainer import WeightSender
 from tests.support.fake_device import FakeDevice
-from tests.support.updates import Loads, sender, update
+from tests.support.updates import Loads, sender, start_on, update
 from tests.support.weights import ModelLoader, expected_of, mixed_tensors, same
 
 FIRST = mixed_tensors(0)
@@ -324,9 +324,7 @@ async def test_two_senders_each_to_its_own_rank(place) -> None:
     """A rank on each GPU, one session: every sender reaches the rank that shares its GPU."""
     ours = [FakeDevice(place.root / f"gpu-{i}", uuid=f"GPU-{i}") for i in range(2)]
     theirs = [FakeDevice(place.root / f"gpu-{i}", uuid=f"GPU-{i}") for i in range(2)]
-    place.start_receivers(*[expected_of(FIRST)] * 2)
-    for receiver, device in zip(place.receivers, theirs, strict=True):
-        receiver._memories.device = device
+    start_on(place, theirs, FIRST)
     loaders = [ModelLoader(), ModelLoader()]
     accepted: list[str] = []
     loads = Loads(place, "step-0", loaders)

@@ -158,8 +158,7 @@ class WeightSender:
             assert shown is not None  # noqa: S101 - look() sets it
             reason = "; ".join(text for text in (link.reason, look.why) if text)
             with step(steps, "manifest"):
-                first = direct.first if direct is not None else None
-                link.offer(shown, deadline - time.monotonic(), first)
+                link.offer(shown, deadline - time.monotonic(), look.first)
             with step(steps, "map"):
                 slower = self._memory.map(link, shown, direct, deadline)
                 reason = "; ".join(text for text in (reason, slower) if text)
@@ -259,7 +258,7 @@ class WeightSender:
         loaded all of the last update, or the connection would not be the same.
         """
         shown = self._looker.look(look, link, steps)
-        show(shown, look.direct.first if look.direct is not None else None)
+        show(shown, look.first)
         ring = self._memory.ring
         if look.direct or not isinstance(ring, DeviceRing) or ring.counters is None:
             return

@@ -38,6 +38,11 @@ class Look:
     filler: Filler | None = None
     """That fills the first bucket."""
 
+    @property
+    def first(self) -> wire.Direct | None:
+        """What may be read in place first; None where nothing may."""
+        return self.direct.first if self.direct is not None else None
+
 
 class Looker:
     """Knows what it found from one update to the next.
