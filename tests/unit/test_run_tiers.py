@@ -83,7 +83,7 @@ def test_all_deadlines_leave_ci_time_for_the_rest(runner):
 
 @pytest.mark.parametrize(
     ("over", "left"),
-    [((), 1220), ((0,), 1220), ((-50,), 1270), ((450,), 770), ((0, 1220), 0), ((1300,), 0)],
+    [((), 1100), ((0,), 1100), ((-50,), 1150), ((450,), 650), ((0, 1100), 0), ((1300,), 0)],
 )
 def test_what_a_tier_leaves_is_for_those_after_it(runner, over, left):
     tiers = list(runner.SHARES_S)
