@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.rank import rank
-from benchmarks.report import Result, tell
+from benchmarks.report import Result
 from benchmarks.synthetic import SHAPES, make_tensors
 from benchmarks.update import MAIN_MB, MB, WHERE, copy_floor_ms, need_gpu, updates
 from rollout_pod.weights.cuda import Cuda
@@ -26,7 +26,6 @@ def run(quick: bool) -> Result:
     rows = []
     for shape in FROM_TO:
         rows.append(_row(shape, 5 if quick else 20))
-        tell(rows[-1])
         torch.cuda.empty_cache()  # the next rank is another process
     over = max(row["direct ms"] - SHARE * row["copy ms"] for row in rows)
     last = rows[-1]
