@@ -89,7 +89,8 @@ class Gate:
     name: str = ""
     """Sets the engine's ids of this gate's requests apart from those of other gates."""
     _live: dict[str, Live] = field(default_factory=dict)
-    _parked: set[str] = field(default_factory=set)
+    _parked: dict[str, bool] = field(default_factory=dict)
+    """By id: whether it was cut; it keeps its id until its caller has left."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _drain_began: float | None = None
     """Of mode ``drain``, on the monotonic clock; it outlives the waits that were broken off."""
@@ -135,21 +136,21 @@ class Gate:
             return Refused(self.generation)
         watcher = asyncio.create_task(gone()) if gone else None
         deadline = time.monotonic() + timeout_s
-        self._parked.add(request_id)
+        self._parked[request_id] = False
         try:
             while not self._is_passable():
                 await self._wait_for_change(deadline, watcher)
-                if request_id not in self._parked:  # by ``cancel_one``
+                if self._parked[request_id] or (watcher and watcher.done()):
                     return Refused(self.generation, CancelReason.CANCELLED)
             # STRICTLY in the turn of the check above
             live = self._admit(request_id, make, on_delta)
-            self._parked.discard(request_id)
+            del self._parked[request_id]
             if on_admit:
                 on_admit(live.admission)
             return await self._finish(live, watcher)
         finally:
             # out of the registries before anything is awaited: ``cancel`` looks at them
-            self._parked.discard(request_id)
+            self._parked.pop(request_id, None)
             self._live.pop(request_id, None)
             if watcher:
                 watcher.cancel()
@@ -205,7 +206,7 @@ class Gate:
         Returns what it had; None if no request of this id is alive.
         """
         if request_id in self._parked:
-            self._parked.discard(request_id)
+            self._parked[request_id] = True
             self._wake()
             return Refused(self.generation, CancelReason.CANCELLED)
         live = self._live.get(request_id)
@@ -396,7 +397,7 @@ class Gate:
 
     async def _wait_for_change(self, deadline: float, watcher: asyncio.Task[None] | None) -> None:
         remaining = deadline - time.monotonic()
-        if remaining <= 0 or (watcher and watcher.done()):
+        if remaining <= 0:
             raise GateStayedClosed
         change = asyncio.create_task(self._changed.wait())
         try:

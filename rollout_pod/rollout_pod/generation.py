@@ -79,8 +79,9 @@ def make_budget(
         )
     tokens = room if total is None else min(total - generated, room)
     min_tokens = params.get("min_tokens")
-    if isinstance(min_tokens, int) and generated:
-        # the engine takes earlier output for prompt and would count from zero again
+    if isinstance(min_tokens, int) and (generated or total is None or total > room):
+        # the engine takes earlier output for prompt and would count from zero again; and where the
+        # model has no room for more, less is no mistake of the caller's
         params["min_tokens"] = max(0, min(min_tokens - generated, tokens))
     seed = params.get("seed")
     if generated and _is_seed(seed):
@@ -208,21 +209,21 @@ class Generation:
         self._preparing[request.request_id] = request
         try:
             prepared = await self._prepare(request)
+            if prepared is not None and prepared.prompt is not None:
+                budget = make_budget(
+                    request,
+                    max_model_len=self._max_model_len(),
+                    num_prompt_tokens=prepared.num_prompt_tokens,
+                )
+            params = await self._params(budget) if budget.tokens else None
             is_cut = request.request_id in self._cut_early
         finally:
             del self._preparing[request.request_id]
             self._cut_early.discard(request.request_id)
         if is_cut:
             return self._answer_of(request, self._cancelled())
-        if prepared is not None and prepared.prompt is not None:
-            budget = make_budget(
-                request,
-                max_model_len=self._max_model_len(),
-                num_prompt_tokens=prepared.num_prompt_tokens,
-            )
-            if budget.tokens == 0:
-                return self._answer(request, EngineOutput((), (), FinishReason.LENGTH))
-        params = await self._params(budget)
+        if budget.tokens == 0:
+            return self._answer(request, EngineOutput((), (), FinishReason.LENGTH))
 
         def make(engine_id: str) -> EngineRequest:
             return EngineRequest(

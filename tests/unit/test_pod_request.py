@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,49 @@ async def test_what_is_being_fetched_can_be_cut(data: httpx.AsyncClient, pod: Po
     assert (await asked).json() == cut.json()
     assert not pod.engine.requests
     assert (await data.post(URL, json=IMAGE)).json()["cancel_reason"] is None, "the next one runs"
+
+
+async def test_what_compiles_can_be_cut(
+    data: httpx.AsyncClient, pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def compile_slowly(raw: Any, *, max_tokens: int) -> int:
+        compiling.set()
+        assert go_on.wait(10)
+        return max_tokens
+
+    monkeypatch.setattr(pod.engine, "sampling_params", compile_slowly)
+    body = BODY | {"sampling_params": {"max_tokens": 3, "structured_outputs": {"regex": "a+"}}}
+    asked = asyncio.create_task(data.post(URL, json=body))
+    while not compiling.is_set():
+        await asyncio.sleep(0.001)
+    assert (await data.post(URL, json=body)).json()["code"] == "duplicate_request"
+    cut = await data.delete(f"/v1/rollout/requests/{body['request_id']}")
+    go_on.set()
+    assert (cut.status_code, cut.json()["cancel_reason"]) == (200, "cancelled")
+    assert (await asked).json() == cut.json()
+    assert not pod.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("params", "generated", "least"),
+    [
+        ({"max_tokens": 1000, "min_tokens": 500}, 0, 97),  # the model has room for no more
+        ({"min_tokens": 500}, 0, 97),
+        ({"max_tokens": 1000, "min_tokens": 500}, 1, 96),
+        ({"max_tokens": 50, "min_tokens": 60}, 0, 60),  # a mistake: for the engine to refuse
+        ({"max_tokens": 50, "min_tokens": 40}, 0, 40),
+        ({"max_tokens": 50, "min_tokens": 40}, 30, 10),
+    ],
+)
+def test_the_least_is_no_more_than_there_is_room_for(
+    params: dict[str, Any], generated: int, least: int
+) -> None:
+    request = GenerateRequest.model_validate(
+        BODY | {"sampling_params": params, "generated_token_ids": [1] * generated}
+    )
+    assert make_budget(request, max_model_len=99).params["min_tokens"] == least
 
 
 async def test_a_spent_budget_forgives_no_wrong_name(data: httpx.AsyncClient) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rollout_pod.admission import DuplicateRequest
 from rollout_pod.protocol import GenerateRequest, GenerateResponse
 from rollout_pod.server import streaming
 from rollout_pod.server.data_app import make_data_app
@@ -197,6 +198,39 @@ async def test_a_parked_request_is_cancelled(data: httpx.AsyncClient, pod: Pod) 
     assert cancelled.json() == (await task).json()
     assert cancelled.json()["cancel_reason"] == "cancelled"
     assert pod.supervisor.gate.parked == 0
+
+
+async def test_an_id_is_taken_until_its_parked_caller_has_left(pod: Pod) -> None:
+    """Whoever comes between the cut and its answer would be told of, and take away, another's."""
+    pod.want(ref("step-1"), paused=True)
+    await pod.until(lambda s: s.phase == "Paused")
+    request = GenerateRequest.model_validate(BODY | {"on_pause": "wait"})
+    first = asyncio.create_task(pod.generation.generate(request))
+    while not pod.supervisor.gate.parked:
+        await asyncio.sleep(0)
+    second: list[asyncio.Task[GenerateResponse]] = []
+    asyncio.get_running_loop().call_soon(
+        lambda: second.append(asyncio.create_task(pod.generation.generate(request)))
+    )
+    cut = await pod.generation.cancel(request.request_id)
+    assert cut == await first
+    with pytest.raises(DuplicateRequest):
+        await second[0]
+    again = asyncio.create_task(pod.generation.generate(request))
+    pod.want(ref("step-1"))
+    assert (await again).finish_reason == "length"
+
+
+async def test_a_parked_caller_that_goes_is_counted_as_cancelled(pod: Pod) -> None:
+    pod.want(ref("step-1"), paused=True)
+    await pod.until(lambda s: s.phase == "Paused")
+    left = asyncio.Event()
+    request = GenerateRequest.model_validate(BODY | {"on_pause": "wait"})
+    asking = asyncio.create_task(pod.generation.generate(request, gone=left.wait))
+    while not pod.supervisor.gate.parked:
+        await asyncio.sleep(0)
+    left.set()
+    assert (await asking).cancel_reason == "cancelled"
 
 
 async def call(pod: Pod, send) -> None:
