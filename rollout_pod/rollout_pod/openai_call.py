@@ -24,6 +24,33 @@ OnAnswered = Callable[[str, int, bool, int], None]
 versions sampled it."""
 
 
+class _Patience:
+    """How long a call may wait at the gate: time counts once, however many sequences wait."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left_s = seconds
+        self._waiting = 0
+        self._since = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds from now on; never negative."""
+        spent = time.monotonic() - self._since if self._waiting else 0.0
+        return max(0.0, self._left_s - spent)
+
+    def begin(self) -> None:
+        """One more sequence waits."""
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting += 1
+
+    def end(self) -> None:
+        """One sequence waits no more."""
+        if self._waiting == 1:
+            self._left_s = self.left_s
+        self._waiting -= 1
+
+
 class GatedCall:
     """See ``engine.front_end.Call``.
 
@@ -46,7 +73,7 @@ class GatedCall:
     ) -> None:
         self._gate = gate
         self._returns_partials = returns_partials
-        self._patience_s = timeout_s
+        self._patience = _Patience(timeout_s)
         self._on_answered = on_answered
         self._on_refused = on_refused
         self._choices = 0
@@ -74,27 +101,38 @@ class GatedCall:
         async def is_gone() -> None:
             await gone.wait()
 
-        came = time.monotonic()
+        timeout_s = self._patience.left_s
+        waits = True
+        self._patience.begin()
 
-        def admitted(_: object) -> None:
-            self._patience_s -= time.monotonic() - came
+        def end_of_wait(_: object = None) -> None:
+            nonlocal waits
+            if waits:
+                self._patience.end()
+            waits = False
 
-        outcome = await self._gate.generate(
-            f"openai {next(_serial)}",  # the blank keeps it apart from a rollout's id
-            make,
-            on_pause=OnPause.RETURN if self._returns_partials else OnPause.WAIT,
-            timeout_s=max(0.0, self._patience_s),
-            gone=is_gone,
-            on_admit=admitted,
-            on_delta=lambda *_: None,  # tracked: an update that keeps requests keeps this one
-        )
-        return self._passage(outcome)
+        try:
+            outcome = await self._gate.generate(
+                f"openai {next(_serial)}",  # the blank keeps it apart from a rollout's id
+                make,
+                on_pause=OnPause.RETURN if self._returns_partials else OnPause.WAIT,
+                timeout_s=timeout_s,
+                gone=is_gone,
+                on_admit=end_of_wait,
+                on_delta=lambda *_: None,  # tracked: an update that keeps requests keeps this one
+            )
+        finally:
+            end_of_wait()
+        return self._passage(outcome, is_wanted=not gone.is_set())
 
-    def _passage(self, outcome: Finished | Refused) -> Passage:
+    def _passage(self, outcome: Finished | Refused, *, is_wanted: bool) -> Passage:
+        """``is_wanted``: the sequence was not complete, and its reader there."""
         if isinstance(outcome, Refused):
-            self._on_refused(self._gate.closed_for or CancelReason.PAUSED)
+            if outcome.cancel_reason is CancelReason.REFUSED:
+                self._on_refused(self._gate.closed_for or CancelReason.PAUSED)
             return Passage(EngineOutput((), (), FinishReason.ABORT), (), goes_on=False)
-        if outcome.cancel_reason is CancelReason.DRAINING and not self._returns_partials:
+        is_draining = outcome.cancel_reason is CancelReason.DRAINING
+        if is_draining and is_wanted and not self._returns_partials:
             raise Draining
         interrupted = outcome.cancel_reason in (
             CancelReason.PAUSED,

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,9 +12,11 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 
-from rollout_pod.engine.base import EngineRequest
+from rollout_pod.admission import Admission, Draining, Finished
+from rollout_pod.engine.base import EngineOutput, EngineRequest
 from rollout_pod.engine.front_end import CALL, ROUTES
-from rollout_pod.protocol import Problem, WeightVersionSpan
+from rollout_pod.openai_call import GatedCall
+from rollout_pod.protocol import CancelReason, FinishReason, Problem, WeightVersionSpan
 from rollout_pod.server import openai_answer
 from rollout_pod.server.data_app import make_data_app
 from tests.support.fakes import fake_token
@@ -234,6 +237,55 @@ async def test_the_deadline_counts_all_waits_and_no_generation(
         "type": "gate_closed",
         "code": 503,
     }
+
+
+async def test_time_at_the_gate_counts_once_for_all_sequences(pod: Pod) -> None:
+    """Four that wait through two pauses of 0.1 s have waited for 0.2 s, not for 0.8."""
+    call = GatedCall(
+        pod.supervisor.gate, returns_partials=False, timeout_s=0.4, on_answered=lambda *_: None
+    )
+
+    async def sequence() -> int:
+        tokens: list[int] = []
+        while True:
+            prompt, left = [*PROMPT, *tokens], N - len(tokens)
+            passage = await call.pass_gate(
+                lambda engine_id: EngineRequest(engine_id, prompt, params=left),  # noqa: B023 # called at once
+                asyncio.Event(),
+            )
+            tokens += passage.output.token_ids
+            if not passage.goes_on:
+                return len(tokens)
+
+    sequences = [asyncio.create_task(sequence()) for _ in range(4)]
+    await running(pod)
+    for _ in range(2):
+        pod.want(paused=True)
+        await paused(pod)
+        await asyncio.sleep(0.1)
+        pod.want()
+        await asyncio.sleep(0.02)
+    assert await asyncio.gather(*sequences) == [N] * 4
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+async def test_what_was_complete_before_a_drain_cut_it_is_answered(is_wanted: bool) -> None:
+    output = EngineOutput((1,), (-0.5,), FinishReason.ABORT)
+    cut = Finished(output, Admission(ref("v"), 1), CancelReason.DRAINING, [])
+
+    async def generate(*_: object, **__: object) -> Finished:
+        return cut
+
+    gate: Any = SimpleNamespace(generate=generate)
+    call = GatedCall(gate, returns_partials=False, timeout_s=1, on_answered=lambda *_: None)
+    gone = asyncio.Event()
+    if is_wanted:
+        with pytest.raises(Draining):
+            await call.pass_gate(lambda _: EngineRequest("e", PROMPT, params=1), gone)
+    else:
+        gone.set()  # by a stop string
+        passage = await call.pass_gate(lambda _: EngineRequest("e", PROMPT, params=1), gone)
+        assert (passage.output, passage.goes_on) == (output, False)
 
 
 async def test_not_ready_and_draining(pod: Pod, data: httpx.AsyncClient) -> None:

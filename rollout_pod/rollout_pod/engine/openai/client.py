@@ -5,7 +5,12 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from rollout_pod.engine import grammars
-from rollout_pod.engine.base import EngineError, EngineInternalError, EngineRequest
+from rollout_pod.engine.base import (
+    EngineError,
+    EngineInternalError,
+    EngineRequest,
+    InvalidSamplingParams,
+)
 from rollout_pod.engine.front_end import CALL, Call
 from rollout_pod.engine.openai.choice import Choice, Piece
 from rollout_pod.engine.openai.native import Native
@@ -79,7 +84,7 @@ class GatedClient:
         try:
             await self._check_grammar(params)
         except Exception as error:
-            call.failed(error)
+            call.failed(_told(error))
             raise
         from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -123,6 +128,13 @@ class GatedClient:
                 )
 
         await asyncio.to_thread(verify)
+
+
+def _told(error: Exception) -> Exception:
+    """What vLLM's class raises of a grammar, in our words: its server answers 400."""
+    if isinstance(error, ValueError) and not isinstance(error, InvalidSamplingParams):
+        return InvalidSamplingParams("structured_outputs", str(error))
+    return error
 
 
 class _Answer:
