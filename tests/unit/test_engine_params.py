@@ -120,6 +120,42 @@ def test_what_vllms_own_server_lets_pass(made, field):
     assert caught.value.field == field
 
 
+HUGE = 10**30
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"repetition_detection": {"max_pattern_size": 4, "min_count": HUGE}},
+        {"structured_outputs": {"json": {"type": "string", "default": HUGE}}},
+        {"stop": ["\ud800"]},
+        {"bad_words": ["\ud800"]},
+        {"structured_outputs": {"regex": "\ud800"}},
+    ],
+)
+def test_what_cannot_be_handed_to_the_engine_is_refused_by_name(values):
+    """vLLM would notice after it has registered the request, and keep it."""
+    with pytest.raises(InvalidSamplingParams, match="cannot be handed to the engine") as caught:
+        params.build(values, max_tokens=4, vocab_size=100, max_logprobs=20, has_tokenizer=True)
+    assert [caught.value.field] == list(values)
+
+
+async def test_a_bad_grammar_of_vllms_own_server_is_the_callers_mistake():
+    def verify(*_):
+        raise ValueError("no such grammar")
+
+    errors = []
+    asked = SimpleNamespace(n=1, structured_outputs=SimpleNamespace(regex="("), verify=verify)
+    config = SimpleNamespace(
+        model_config=None, speculative_config=None, structured_outputs_config=None
+    )
+    llm = SimpleNamespace(vllm_config=config, renderer=SimpleNamespace(tokenizer=None))
+    CALL.set(SimpleNamespace(new_choices=lambda _: 0, failed=errors.append))
+    with pytest.raises(ValueError, match="no such grammar"):
+        await anext(GatedClient(llm).generate({"prompt_token_ids": [1]}, asked, "r"))
+    assert [type(error) for error in errors] == [InvalidSamplingParams]
+
+
 @pytest.mark.parametrize(("chars", "seconds"), [(70_000, 9.0), (1, -1.0)])
 async def test_a_grammar_of_vllms_own_server(monkeypatch, chars, seconds):
     verified, errors = [], []

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from rollout_pod.engine.base import InvalidSamplingParams
 
 _V2_LIMITS = {"logit_bias": 1024, "allowed_token_ids": 1024, "stop_token_ids": 100}
@@ -29,6 +31,8 @@ def check_values(values: Mapping[str, Any], *, vocab_size: int, has_tokenizer: b
             raise InvalidSamplingParams(name, f"{name} must be finite, got {value}")
         if isinstance(value, int) and value not in _INT64:
             raise InvalidSamplingParams(name, f"{name} must fit 64 bits, got {value}")
+        if not isinstance(value, int | float):
+            _check_encodable(name, value)
     for name in _NEED_TOKENIZER:
         if values.get(name) and not has_tokenizer:
             raise InvalidSamplingParams(
@@ -56,6 +60,16 @@ def check_values(values: Mapping[str, Any], *, vocab_size: int, has_tokenizer: b
             "repetition_penalty",
             f"repetition_penalty must be in [{least:g}, {most:g}], got {penalty:g}",
         )
+
+
+def _check_encodable(name: str, value: Any) -> None:
+    """VLLM finds out when it hands the request to its engine, and keeps the request for ever."""
+    try:
+        msgspec.msgpack.encode(value, enc_hook=lambda _: None)
+    except (OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise InvalidSamplingParams(
+            name, f"{name} holds what cannot be handed to the engine: {error}"
+        ) from error
 
 
 def check_sizes(values: Mapping[str, Any], *, has_row_limits: bool) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rollout_pod.engine import params
@@ -161,6 +162,9 @@ class Requests:
         except Exception as error:
             if self._lifeline.death() is not None:
                 raise EngineDeadError(await self._lifeline.last_words()) from error
+            # vLLM keeps, and would keep, a request that it could not hand to its engine
+            with suppress(EngineError, EngineDeadError):
+                await self.abort(request.engine_id)
             kind = EngineError if is_refusal(error) else EngineInternalError
             raise kind(words_of(error)) from error
         return transcript.output()
