@@ -210,6 +210,10 @@ class TestRequestsElsewhere:
             with pytest.raises(EngineDeadError):
                 await pod.ask(0, "r")
             assert not pod.engine.requests
+            with pytest.raises(EngineDeadError):
+                await pod.members[0].front_end.cancel("r")
+            with pytest.raises(EngineDeadError):
+                await pod.members[0].front_end.metrics_text()
 
 
 class TestTheChannel:

@@ -62,12 +62,22 @@ class _Paused:
         await self._engine.abort(engine_id)
 
     async def pause(self, *, keep: bool = False) -> None:
-        try:
-            await self._channel().call("pause")
-        except ChannelClosed as error:
-            raise EngineDeadError(str(error)) from error
-        except CallFailed as error:
-            raise EngineInternalError(str(error)) from error
+        await _asked(self._channel(), "pause")
+
+
+async def _asked(channel: Channel, name: str, *args: Any) -> Any:
+    """What the steering process answers.
+
+    Raises:
+        EngineDeadError: it has gone.
+        EngineInternalError: it failed at it.
+    """
+    try:
+        return await channel.call(name, *args)
+    except ChannelClosed as error:
+        raise EngineDeadError(str(error)) from error
+    except CallFailed as error:
+        raise EngineInternalError(str(error)) from error
 
 
 class FrontEnd:
@@ -135,17 +145,14 @@ class FrontEnd:
 
     async def metrics_text(self) -> bytes:
         """See ``Pod``: of all processes, each sample with the label ``front_end``."""
-        text: bytes = await self.channel.call("metrics")
+        text: bytes = await _asked(self.channel, "metrics")
         return text
 
     # -- Elsewhere
 
     async def claim(self, request_id: str) -> bool:
         """See ``Elsewhere``."""
-        try:
-            is_free: bool = await self.channel.call("claim", request_id)
-        except ChannelClosed as error:
-            raise EngineDeadError(str(error)) from error
+        is_free: bool = await _asked(self.channel, "claim", request_id)
         return is_free
 
     def release(self, request_id: str) -> None:
@@ -154,7 +161,7 @@ class FrontEnd:
 
     async def cancel(self, request_id: str) -> GenerateResponse | None:
         """See ``Elsewhere``."""
-        answer: str | None = await self.channel.call("cancel_one", request_id)
+        answer: str | None = await _asked(self.channel, "cancel_one", request_id)
         return None if answer is None else GenerateResponse.model_validate_json(answer)
 
     # -- what the steering process tells and asks
