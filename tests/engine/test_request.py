@@ -245,6 +245,7 @@ async def test_penalties_begin_anew(engine: VllmEngine, name: str) -> None:
     rest = await ask(engine, penalty, generated=cut, max_tokens=16)
     fresh = await ask(engine, penalty, prompt=[*PROMPT, *cut], max_tokens=16)
     assert rest.token_ids == fresh.token_ids
+    assert rest.token_ids != whole.token_ids[16:]
 
 
 async def test_a_repetition_penalty_goes_on(engine: VllmEngine) -> None:
