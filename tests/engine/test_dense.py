@@ -16,6 +16,7 @@ from tests.support.engine_checks import (
 )
 from tests.support.engine_kit import (
     GREEDY,
+    ask,
     checkpoint,
     prompts,
     reference,
@@ -103,6 +104,45 @@ async def test_a_request_of_a_paused_engine_waits_and_can_be_aborted(engine):
     await engine.resume()
     await engine.resume()
     assert (await run(engine, [5, 6], 8)).finish_reason == "length"
+
+
+async def test_after_a_pause_that_keeps_no_token_is_on_its_way(engine, monkeypatch):
+    """However far behind this process is: the gate names a token's version when it comes."""
+    core = engine._llm.engine_core
+    get, tokens, behind = core.get_output_async, [], True
+
+    async def late():
+        if behind:
+            await asyncio.sleep(0.1)
+        return await get()
+
+    monkeypatch.setattr(core, "get_output_async", late)
+    asked = [
+        asyncio.create_task(ask(engine, p, GREEDY, max_tokens=200, on_delta=tokens.append))
+        for p in prompts(4)
+    ]
+    async with asyncio.timeout(60):
+        while core.outputs_queue.qsize() < 3:
+            await asyncio.sleep(0.01)
+        await engine.pause(keep=True)
+    before = len(tokens)
+    await asyncio.sleep(0.5)
+    assert len(tokens) == before > 0
+    behind = False
+    await engine.resume()
+    for output in await asyncio.gather(*asked):
+        assert (len(output.token_ids), output.finish_reason) == (200, "length")
+
+
+async def test_what_could_not_be_handed_over_is_not_kept(engine):
+    params = engine.sampling_params(GREEDY, max_tokens=8)
+    params.extra_args = {"huge": 10**30}  # our own check refuses such a one
+    request = EngineRequest(engine_id=uuid.uuid4().hex, prompt_token_ids=[5, 6], params=params)
+    with pytest.raises(EngineError):
+        await engine.generate(request)
+    kept = engine._llm.output_processor
+    assert not kept.request_states
+    assert not kept.external_req_ids
 
 
 async def test_log_probs_are_those_of_the_distribution_that_was_sampled(engine):

@@ -27,6 +27,33 @@ SAMPLING = {
     "allowed_token_ids": _tokens,
     "bad_words": _words,
     "logprobs": {"type": "integer", "minimum": -1, "maximum": 25},
+    "prompt_logprobs": {"type": "integer", "minimum": -1, "maximum": 25},
+    "thinking_token_budget": _integer,
+    "repetition_detection": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": dict.fromkeys(
+            ("max_pattern_size", "min_pattern_size", "min_count"), _integer
+        ),
+    },
+    "structured_outputs": {
+        "type": "object",
+        "additionalProperties": False,
+        "minProperties": 1,
+        "maxProperties": 2,
+        "properties": {
+            "regex": {"enum": ["[a-c]+", "(", ""]},
+            "choice": _words,
+            "json": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "type": {"enum": ["string", "integer", "object", "nothing"]},
+                    "default": _integer,
+                },
+            },
+        },
+    },
 }
 
 HEADERS = [

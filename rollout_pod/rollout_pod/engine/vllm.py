@@ -368,6 +368,8 @@ class VllmEngine:
         keeping = {"mode": "keep", "clear_cache": True}
         pausing = llm.pause_generation(**keeping) if keep else _abort_all(llm)
         await self._lifeline.call(pausing, "pause", _PAUSE_S)
+        if keep:  # what is still on its way was sampled by the present version
+            await self.drained()
 
     async def resume(self) -> None:
         """See ``Engine``."""
