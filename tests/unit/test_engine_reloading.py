@@ -1,8 +1,10 @@
 """What cannot be loaded again is refused by name, before anything is sent."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from rollout_pod.engine.reloading import refusal
+from rollout_pod.engine.reloading import refusal, stale_draft
 
 FINE = {
     "load_format": "auto",
@@ -32,3 +34,15 @@ def test_one_that_cannot_says_which_argument_and_what_to_do(what, named):
     assert message is not None
     assert named in message
     assert "use " in message or "start " in message
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_a_draft_model_that_stays_as_it_was_is_told_of(method):
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
+    assert f"the draft model ({method}) keeps" in stale_draft(config)
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "suffix"])
+def test_without_a_draft_model_nothing_is_told(method):
+    speculative = method and SimpleNamespace(method=method)
+    assert not stale_draft(SimpleNamespace(speculative_config=speculative))

@@ -1,4 +1,6 @@
-"""What vLLM cannot load a second time: refused before the first byte, with the reason."""
+"""What vLLM cannot load a second time: refused before the first byte, with the reason; and what an
+update leaves as it was.
+"""
 
 from typing import Any
 
@@ -42,4 +44,21 @@ def refusal_of(config: Any, *, is_recorded: bool) -> str | None:
         eplb=config.parallel_config.enable_eplb,
         lora=config.lora_config is not None,
         lora_reloads=hasattr(BaseLayerWithLoRA, "load_weights"),
+    )
+
+
+_WITHOUT_DRAFT = frozenset({"ngram", "ngram_gpu", "suffix", "extract_hidden_states"})
+"""Methods of speculative decoding that have no model of their own."""
+
+
+def stale_draft(config: Any) -> str:
+    """What a ``VllmConfig``'s engine goes on guessing with after an update; empty where it guesses
+    by the new weights, or not at all.
+    """
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_DRAFT:
+        return ""
+    return (
+        f"the draft model ({speculative.method}) keeps the weights it was started with: fewer of "
+        "its guesses are accepted, and no token is another one for it"
     )

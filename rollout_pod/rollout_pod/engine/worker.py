@@ -131,7 +131,11 @@ class RolloutWorker:
             loader.enabled = replays
         if report.ok:
             self._rollout_new_weights()
-        return report.as_dict() | {"rank": self.rollout_rank()}
+        return self._rollout_told(report) | {"rank": self.rollout_rank()}
+
+    def _rollout_told(self, report: LoadReport) -> dict[str, Any]:
+        notes = (report.note, reloading.stale_draft(self.vllm_config))
+        return replace(report, note="; ".join(filter(None, notes))).as_dict()
 
     def _rollout_new_weights(self) -> None:
         # Adapters were merged for the old weights; older model runners have no such state.
@@ -168,7 +172,7 @@ class RolloutWorker:
                 rank, host, True, version, tensors=len(manifest.tensors), bytes=manifest.nbytes,
                 path="switched",
             )  # fmt: skip
-        return replace(report, seconds=time.monotonic() - started).as_dict()
+        return self._rollout_told(replace(report, seconds=time.monotonic() - started))
 
     def rollout_lose_weights(self) -> None:
         """Whatever the model holds is lost soon: the next load has to write every byte of it."""

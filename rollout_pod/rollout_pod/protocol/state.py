@@ -125,7 +125,7 @@ class RankState(_Document):
     ``reference`` (by the engine's own loaders), ``switched`` (by one copy of what waited on the
     device); empty before the first."""
     note: str = ""
-    """Why not faster, where it will stay so."""
+    """Why not faster, where it will stay so; and what keeps older weights (a draft model)."""
 
 
 class SleepState(_Document):

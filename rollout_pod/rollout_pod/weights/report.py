@@ -12,8 +12,8 @@ class LoadReport:
     ``rank`` is global (data-parallel index x world + rank); ``tensors`` and ``bytes`` are what the
     loader took, ``seconds`` run from the call of ``Receiver.load``; ``error`` is empty if ``ok``.
     ``touched`` is False only if not a byte of the model was changed. ``path`` says how the model
-    was loaded (``loader.Path``), ``note`` why not faster, ``steps`` what took how many seconds;
-    ``transport`` and ``mode`` how the bytes came, empty where none did.
+    was loaded (``loader.Path``), ``note`` why not faster and what it left as it was, ``steps`` what
+    took how many seconds; ``transport`` and ``mode`` how the bytes came, empty where none did.
     """
 
     rank: int
