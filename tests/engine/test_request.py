@@ -12,6 +12,8 @@ import pytest
 
 from rollout_pod.engine.base import EngineOutput, InvalidField, InvalidSamplingParams
 from rollout_pod.engine.vllm import VllmEngine
+from rollout_pod.generation import make_budget
+from rollout_pod.protocol import GenerateRequest
 from tests.support import engine_kit
 from tests.support.engine_kit import (
     GREEDY,
@@ -246,6 +248,29 @@ async def test_penalties_begin_anew(engine: VllmEngine, name: str) -> None:
     fresh = await ask(engine, penalty, prompt=[*PROMPT, *cut], max_tokens=16)
     assert rest.token_ids == fresh.token_ids
     assert rest.token_ids != whole.token_ids[16:]
+
+
+async def test_a_seed_and_the_same_cuts_give_the_same_tokens(engine: VllmEngine) -> None:
+    async def rollout(cuts: tuple[int, ...]) -> tuple[int, ...]:
+        tokens: tuple[int, ...] = ()
+        for cut in (*cuts, 32):
+            request = GenerateRequest.model_validate(
+                {
+                    "request_id": "r", "prompt_token_ids": PROMPT, "generated_token_ids": tokens,
+                    "sampling_params": {"seed": 7, "ignore_eos": True, "max_tokens": cut},
+                }
+            )  # fmt: skip
+            budget = make_budget(request, max_model_len=2048)
+            part = await ask(engine, budget.params, generated=tokens, max_tokens=budget.tokens)
+            tokens += part.token_ids
+        return tokens
+
+    whole = await rollout(())
+    assert await rollout(()) == whole
+    cut = await rollout((10, 20))
+    assert await rollout((10, 20)) == cut
+    assert (cut[:10], cut != whole) == (whole[:10], True)
+    assert cut[10:20] != whole[:10], "the same random numbers again"
 
 
 async def test_a_repetition_penalty_goes_on(engine: VllmEngine) -> None:

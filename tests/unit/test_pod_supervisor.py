@@ -215,10 +215,12 @@ async def test_a_version_that_fails_again_and_again_is_rejected(tmp_path: Path) 
     async with running_pod(tmp_path, agent=agent) as pod:
         pod.want(ref("step-1"))
         await pod.serving("step-1")
+        opened = pod.engine.calls.count("resume")
         pod.want(ref("step-2"))
         state = await pod.serving("step-1")
         state = await pod.until(lambda s: s.rejected == ref("step-2") and s.ready)
         assert pod.agent.calls.count("send step-2 midway") == 3
+        assert pod.engine.calls.count("resume") == opened + 1, "the gate flapped"
         await asyncio.sleep(0.05)
         assert pod.agent.calls.count("send step-2 midway") == 3, "a rejected version was tried"
         assert (await pod.ask(PROMPT, 3)).weight_versions[0].version == "step-1"
