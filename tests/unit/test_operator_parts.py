@@ -110,6 +110,17 @@ def test_late_news_does_not_replace_newer_news():
     assert cache.get(key) is None
 
 
+def test_what_left_a_watch_and_is_read_by_name_is_known_again():
+    cache = Cache()
+    cache.put(_object("9"))
+    cache.drop(("ns", "x"), last=_object("11"))
+    # a list that began before, and a read that is as old
+    assert not cache.put(_object("11"))
+    assert not cache.put(_object("10"), exists=True)
+    assert cache.put(_object("11"), exists=True)
+    assert not cache.put(_object("11"), exists=True)
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

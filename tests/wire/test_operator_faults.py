@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from rollout_operator.api.names import MANAGED_BY_LABEL, MANAGER
 from rollout_operator.plan.plan import make_plan
 from tests.support.fake_apiserver import Fault, Json, Refused, Request
 from tests.support.operator_kit import Bench, bench, running_status
 
 SOURCE = {"source": {"path": "/ckpt/{version}"}}
+UNLABELLED = {"metadata": {"labels": {MANAGED_BY_LABEL: None}}}
 
 
 async def test_a_restart_in_peace_writes_nothing():
@@ -416,6 +418,39 @@ async def test_a_deleted_service_comes_back():
         await b.serving()
         b.server.remove("services", "qwen")
         await b.until(lambda: b.server.get("services", "qwen"))
+
+
+async def test_a_service_that_lost_its_label_gets_it_back_and_the_pod_is_steered():
+    async with bench() as b:
+        admin = await b.serving()
+        start, uid = len(b.server.requests), b.server.get("services", "qwen")["metadata"]["uid"]
+        b.server.change("services", "qwen", UNLABELLED)
+        b.patch(paused=True)
+        await b.ready("Paused")
+        assert admin.documents[-1].paused
+        await b.quiet()
+        meta = b.server.get("services", "qwen")["metadata"]
+        assert meta["labels"][MANAGED_BY_LABEL] == MANAGER and meta["uid"] == uid
+        assert b.server.writes(start).count("PATCH services/qwen") == 1
+
+
+async def test_a_pod_that_lost_its_label_is_steered_on_and_its_end_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("rollout_operator.plan.plan.UNWATCHED_RETRY_S", 2.0)
+    async with bench() as b:
+        admin = await b.serving()
+        start = len(b.server.requests)
+        b.server.change("pods", "qwen-0", UNLABELLED)
+        await b.quiet()
+        b.patch(paused=True)
+        await b.ready("Paused")
+        assert admin.documents[-1].paused
+        assert set(b.server.writes(start)) == {"PATCH rolloutreplicas/qwen/status"}
+        # no watch tells of it
+        b.server.remove("pods", "qwen-0")
+        await b.run_pod()
+        await b.ready("Paused")
 
 
 async def test_a_service_that_somebody_changed_is_put_right():

@@ -75,13 +75,18 @@ class Cache:
         """Return the names of all known objects."""
         return list(self._objects)
 
-    def put(self, raw: JsonObject) -> bool:
-        """Remember ``raw`` unless something as new is known; tell whether it was news."""
+    def put(self, raw: JsonObject, *, exists: bool = False) -> bool:
+        """Remember ``raw`` unless something as new is known; tell whether it was news.
+
+        ``exists``: it was read by name. An object that has left a watch's selector is dropped at
+        the very version that a read of it shows; of one that was deleted no read shows that one.
+        """
         meta = raw["metadata"]
         key, uid, version = _key(meta), meta["uid"], meta.get("resourceVersion", "")
         known = self._objects.get(key)
         last = known.version if known is not None else self._gone.get(uid)
-        if last is not None and not _newer(version, last):
+        back = exists and known is None and version == last
+        if last is not None and not _newer(version, last) and not back:
             return False
         owners = slim_managed_fields(meta.pop("managedFields", None))
         if owners:
@@ -155,5 +160,5 @@ async def reread(kube: Kube, cache: Cache, resource: str, key: Key) -> JsonObjec
     if key in cache and (raw is None or raw["metadata"]["uid"] != cache.uid(key)):
         cache.drop(key)
     if raw is not None:
-        cache.put(raw)
+        cache.put(raw, exists=True)
     return raw

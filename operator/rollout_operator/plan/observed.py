@@ -106,6 +106,8 @@ class PodSeen:
     """Of the engine, as the pod was made."""
     final: bool = False
     """Kubelet starts none of its containers again."""
+    watched: bool = True
+    """It has the labels by which the operator hears of it."""
 
     @property
     def over(self) -> bool:
@@ -220,6 +222,8 @@ def pod_seen(raw: Raw, *, name: str, uid: str) -> PodSeen:
         group=labels.get(names.GROUP_LABEL) or "",
         image=_image((raw.get("spec") or {}).get("containers"), names.ENGINE),
         final=(raw.get("spec") or {}).get("restartPolicy") == "Never",
+        watched=(labels.get(names.MANAGED_BY_LABEL), labels.get(names.REPLICA_LABEL))
+        == (names.MANAGER, name),
         engine=_container(status.get("containerStatuses"), names.ENGINE),
         weights=_container(status.get("initContainerStatuses"), names.WEIGHTS),
     )

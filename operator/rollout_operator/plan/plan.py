@@ -31,6 +31,8 @@ from rollout_pod.protocol import DesiredDocument
 FOREIGN_RETRY_S: Final = 30.0
 PREDECESSOR_RETRY_S: Final = 2.0
 """Nothing tells of a Secret that the garbage collector removed."""
+UNWATCHED_RETRY_S: Final = 30.0
+"""Nothing tells of a pod that lost our labels; we may not give them back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,8 @@ def make_plan(replica: Replica, seen: Seen, now: float, *, defaults: PodDefaults
     waits = [rest.requeue_after]
     if counted is not None and counted.consecutive:
         waits.append(restarts.steady_in(replica, now))
+    if not all(member.watched for member in (*((pod,) if pod else ()), *seen.followers)):
+        waits.append(UNWATCHED_RETRY_S)
     return replace(
         rest,
         actions=children + rest.actions,
