@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from rollout_operator.api import names
 from rollout_operator.control.pod_watch import PodWatch
-from rollout_operator.plan.observed import Ownership, Refusal, ownership
+from rollout_operator.plan.observed import ChildRefusal, Ownership, Refusal, ownership
 
 JsonObject = dict[str, Any]
 
@@ -59,6 +59,8 @@ class Memory:
     secret_due: float = 0.0
     """Monotonic time at which it is read again: nothing watches Secrets."""
     refusal: Refusal | None = None
+    refused: dict[str, ChildRefusal] = field(default_factory=dict)
+    """By the child's kind and name."""
     told: Told | None = None
     denied: bool = False
     """The pod did not take our token when it was told last."""

@@ -108,6 +108,7 @@ class Observer:
             lost=frozenset([f.name for f in followers if await self._lost(f, now)]),
             report=report(memory, pod),
             refusal=memory.refusal,
+            refused=tuple(memory.refused.values()),
             node=await self._node(pod, now),
         )
 

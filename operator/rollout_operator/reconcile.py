@@ -12,6 +12,7 @@ from rollout_operator.api.replica import Replica
 from rollout_operator.api.selector import Selector
 from rollout_operator.api.status import ReplicaStatus
 from rollout_operator.apply.cache import Key
+from rollout_operator.apply.errors import KubeError
 from rollout_operator.apply.events import transitions
 from rollout_operator.apply.executor import Executor
 from rollout_operator.apply.kube import REPLICAS, Kube
@@ -25,7 +26,7 @@ from rollout_operator.plan.history import finished_steps
 from rollout_operator.plan.observed import Seen
 from rollout_operator.plan.plan import PodDefaults, make_plan
 from rollout_operator.plan.restarts import newly_counted
-from rollout_operator.plan.status import render_failure, render_status
+from rollout_operator.plan.status import render_failure, render_refusal, render_status
 from rollout_operator.series import ReplicaSeries
 from rollout_operator.steer import Steering
 
@@ -113,7 +114,8 @@ class Reconciler:
         return Next(delay=_RESTLESS_S)
 
     async def report_failure(self, key: Key, error: Exception) -> None:
-        """Write down, once, that passes over the replica end in ``error``.
+        """Write down, once, that passes over the replica end in ``error``: one that nobody foresaw,
+        or that the API server forbids what they need.
 
         Raises:
             KubeError: the API server did not answer.
@@ -121,7 +123,11 @@ class Reconciler:
         replica = await self._observer.replica(key, fresh=True)
         if replica is None or replica.deleting:
             return
-        status = render_failure(replica, error, self._clock())
+        if isinstance(error, KubeError):
+            text = f"the API server refuses the operator: {error.message or error.reason}"
+            status = render_refusal(replica, text, self._clock())
+        else:
+            status = render_failure(replica, error, self._clock())
         if status != replica.status:
             await self._write(replica, status)
 
@@ -130,7 +136,8 @@ class Reconciler:
         # nothing is made or destroyed for a spec that is no longer the newest
         if newest is not None and newest.same_as(replica):
             for action in plan.actions:
-                await self._executor.execute(action, replica, memory)
+                if not await self._executor.execute(action, replica, memory):
+                    break
         return newest
 
     async def _conclude(

@@ -186,6 +186,9 @@ class Workers:
         except KubeError as error:
             self._metrics.reconcile_errors.labels(reason=_reason(error)).inc()
             log.warning("pass failed", namespace=key[0], replica=key[1], error=str(error))
+            if error.forbidden:
+                # only a person can mend that
+                await self._tell(key, error)
             return None, error
         except Exception as error:
             # a bug or a deadline in one replica must not stop the others

@@ -98,6 +98,11 @@ class Bench:
                 return condition["status"], condition["reason"]
         return "", ""
 
+    def message(self, kind: str = "Ready") -> str:
+        conditions = self.status()["conditions"]
+        found: str = next(c["message"] for c in conditions if c["type"] == kind)
+        return found
+
     async def ready(self, reason: str, status: str = "True") -> None:
         await self.until(
             lambda: self.condition("Ready") == (status, reason), f"Ready={status} {reason}"

@@ -20,6 +20,7 @@ from rollout_operator.plan.actions import (
     RepairSecret,
 )
 from rollout_operator.plan.observed import (
+    ChildRefusal,
     Ownership,
     PodSeen,
     Refusal,
@@ -49,6 +50,20 @@ def plan(wanted: Replica, what: Seen, now: float = NOW) -> Plan:
 
 def kinds(made: Plan) -> list[type[Action]]:
     return [type(action) for action in made.actions]
+
+
+REFUSED = (
+    ChildRefusal(
+        child="Service qwen", reason=Reason.POD_FORBIDDEN, message="no", retry_at=NOW + 30
+    ),
+)
+UNLIKE = (child("Service", "qwen", complete=False), child("Service", "qwen-nodes"))
+
+
+def lacking(has: PodSeen | None = None, *, retry_at: float = NOW + 30) -> Seen:
+    """Without a Service, which is refused."""
+    refused = (replace(REFUSED[0], retry_at=retry_at),)
+    return seen(has, services=(None, child("Service", "qwen-nodes")), refused=refused)
 
 
 def refusal(reason: Reason = Reason.INVALID_TEMPLATE, **spec: Any) -> Refusal:
@@ -89,6 +104,15 @@ def refusal(reason: Reason = Reason.INVALID_TEMPLATE, **spec: Any) -> Refusal:
         (seen(pod(hash="old"), refusal=refusal()), []),
         (seen(pod(hash="old"), refusal=refusal(model="older")), [DeletePod]),
         (seen(refusal=replace(refusal(), retry_at=NOW)), [CreatePod]),
+        # without a child that is refused no pod is made, nor given up for another
+        (lacking(), []),
+        (lacking(pod()), []),
+        (lacking(pod(hash="old")), []),
+        (lacking(pod(phase="Failed", hash="old")), [DeletePod]),
+        (lacking(retry_at=NOW), [ApplyService, CreatePod]),
+        (seen(secret=None, refused=REFUSED), [CreateSecret, CreatePod]),
+        (seen(pod(hash="old"), services=UNLIKE, refused=REFUSED), [DeletePod]),
+        (seen(services=UNLIKE, refused=REFUSED), [CreatePod]),
     ],
 )
 def test_actions(what: Seen, expected: list[type[Action]]):
@@ -155,6 +179,16 @@ def test_a_refused_replacement_leaves_the_old_pod_steered():
     assert made.verdict is not None
     assert made.verdict.stalled
     assert made.requeue_after == 60
+
+
+@pytest.mark.parametrize("has", [pod(), pod(hash="old")])
+def test_what_runs_is_steered_while_a_child_is_refused(has: PodSeen):
+    made = plan(replica(paused=True), lacking(has))
+    assert made.document is not None
+    assert made.document.paused
+    assert made.verdict is not None
+    assert (made.verdict.reason, made.verdict.stalled) == (Reason.POD_FORBIDDEN, False)
+    assert made.requeue_after == 30
 
 
 def test_the_document_carries_what_is_asked():

@@ -465,6 +465,90 @@ async def test_a_service_that_somebody_changed_is_put_right():
 
 
 @pytest.mark.parametrize(
+    ("request_", "child"),
+    [("POST secrets", "Secret qwen-admin"), ("PATCH services/qwen", "Service qwen")],
+)
+@pytest.mark.parametrize(
+    ("status", "words", "reason"),
+    [
+        (403, "exceeded quota: objects", "QuotaExceeded"),
+        (403, "may not create it", "PodForbidden"),
+        (400, 'admission webhook "a.b" denied the request', "PodForbidden"),
+    ],
+)
+async def test_a_child_that_is_refused_is_told_and_no_pod_is_made_without_it(
+    request_: str,
+    child: str,
+    status: int,
+    words: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("rollout_operator.apply.executor.FORBIDDEN_RETRY_S", 1.0)
+    async with bench() as b:
+        fault = Fault(lambda r: str(r) == request_, status, count=10**6, message=words)
+        b.server.faults.append(fault)
+        b.apply()
+        await b.ready(reason, "False")
+        assert b.condition("Reconciling") == ("True", reason)
+        assert b.message() == f"the API server refuses {child}: {words}"
+        await b.until(lambda: ("Warning", reason) in b.server.events())
+        tries = fault.count
+        await b.until(lambda: fault.count < tries)
+        assert b.server.writes().count("PATCH rolloutreplicas/qwen/status") == 1
+        assert "POST pods" not in b.server.writes()
+        fault.count = 0
+        await b.run_pod()
+        await b.ready("Serving")
+
+
+@pytest.mark.parametrize("status", [400, 403, 422])
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_service_that_is_refused_does_not_cost_the_pod_that_works(status: int, gone: bool):
+    async with bench() as b:
+        admin = await b.serving()
+        fault = Fault(lambda r: str(r) == "PATCH services/qwen", status, count=10**6)
+        b.server.faults.append(fault)
+        start = len(b.server.requests)
+        if gone:
+            b.server.remove("services", "qwen")
+        else:
+            b.server.change("services", "qwen", {"spec": {"selector": {"rollout.dev/role": "x"}}})
+        await b.ready("PodForbidden", "False")
+        assert b.condition("Available") == ("True", "Serving")
+        assert b.message() == "the API server refuses Service qwen: made to fail"
+        b.patch(paused=True)
+        await b.until(lambda: admin.documents[-1].paused)
+        await b.until(lambda: b.condition("Paused") == ("True", "Paused"))
+        b.patch(paused=False, weightVersion="v2", weights=SOURCE)
+        await b.until(lambda: b.status()["weightVersion"] == "v2")
+        if gone:
+            # nor is it given up for one that nobody would reach
+            b.patch(model="other")
+            await b.until(lambda: admin.documents[-1].generation == 4)
+            await b.quiet()
+        assert not [w for w in b.server.writes(start) if w.startswith("DELETE")]
+        assert b.server.writes(start).count("PATCH services/qwen") == 1
+
+
+async def test_what_the_operator_may_not_read_is_told():
+    async with bench() as b:
+        words = 'cannot get resource "secrets"'
+        fault = Fault(lambda r: str(r).startswith("GET secrets/"), 403, 10**6, words)
+        b.server.faults.append(fault)
+        b.apply()
+        await b.ready("PodForbidden", "False")
+        assert b.message() == f"the API server refuses the operator: {words}"
+        await b.until(lambda: ("Warning", "PodForbidden") in b.server.events())
+        tries = fault.count
+        await b.until(lambda: fault.count < tries - 1)
+        assert b.server.writes() == ["PATCH rolloutreplicas/qwen/status"]
+        fault.count = 0
+        await b.run_pod()
+        await b.ready("Serving")
+
+
+@pytest.mark.parametrize(
     ("words", "deleted"),
     [("exceeded quota: gpus", True), ('violates PodSecurity "restricted"', False)],
 )

@@ -15,11 +15,6 @@ AT_ONCE = {"backoffSeconds": 0, "backoffLimitSeconds": 0}
 LONG_AGO = "2026-01-01T00:00:00Z"
 
 
-def message(b: Bench, kind: str = "Ready") -> str:
-    found: str = next(c["message"] for c in b.status()["conditions"] if c["type"] == kind)
-    return found
-
-
 def counts(b: Bench) -> dict[str, int]:
     restarts = b.status().get("restarts") or {}
     return {entry["reason"]: entry["count"] for entry in restarts.get("byReason") or ()}
@@ -60,7 +55,7 @@ async def test_a_quota_is_told_apart_and_the_pod_comes_when_it_allows_it(
         b.server.admit = forbid
         b.apply()
         await b.ready("QuotaExceeded", "False")
-        assert "exceeded quota: gpus" in message(b)
+        assert "exceeded quota: gpus" in b.message()
         assert b.condition("Reconciling") == ("True", "QuotaExceeded")
         b.server.admit = lambda body: None
         await b.run_pod()
@@ -89,7 +84,7 @@ async def test_a_pod_without_a_node_says_what_is_missing_and_goes_on_when_it_is_
         }
         b.server.change("pods", "qwen-0", {"status": {"phase": "Pending", "conditions": [waits]}})
         await b.ready(reason, "False")
-        assert words in message(b)
+        assert words in b.message()
         await b.run_pod()
         await b.ready("Serving")
         assert "DELETE pods/qwen-0" not in b.server.writes()
@@ -104,7 +99,7 @@ async def test_an_image_that_cannot_be_pulled_is_named_and_mended_by_the_spec():
         status["initContainerStatuses"][0]["state"] = {"waiting": waiting}
         b.server.change("pods", "qwen-0", {"status": {**status, "phase": "Pending"}})
         await b.ready("ImagePullFailed", "False")
-        assert "nowhere/pod:1" in message(b)
+        assert "nowhere/pod:1" in b.message()
         b.patch(image="pod:1")
         await replaced(b)
         assert counts(b) == {}  # a changed spec is no failure
@@ -118,7 +113,7 @@ async def test_an_engine_out_of_memory_is_counted_and_comes_back():
         dead["containerStatuses"][0]["state"] = {"terminated": terminated}
         b.server.change("pods", "qwen-0", {"status": dead})
         await b.ready("OOMKilled", "False")
-        assert "limits.memory" in message(b)
+        assert "limits.memory" in b.message()
         await b.until(lambda: ("Warning", "OOMKilled") in b.server.events())
         back = running_status(admin.ip, restarts=1)
         back["containerStatuses"][0]["lastState"] = {"terminated": terminated}
@@ -144,7 +139,7 @@ async def test_a_drained_node_is_no_failure_and_the_pod_moves():
             "pods", "qwen-0", {"metadata": {"deletionTimestamp": "2036-01-01T00:00:00Z"}}
         )
         await b.ready("Evicted", "False")
-        assert "Eviction API" in message(b)
+        assert "Eviction API" in b.message()
         await replaced(b)
         assert counts(b) == {"Evicted": 1}
         assert b.status()["restarts"]["consecutive"] == 0
@@ -159,7 +154,7 @@ async def test_a_pod_that_fails_too_often_is_given_up_until_the_spec_changes():
         fail_pod(b, message="and again")
         await b.ready("CrashLoop", "False")
         assert b.condition("Stalled") == ("True", "CrashLoop")
-        assert "and again" in message(b)
+        assert "and again" in b.message()
         assert counts(b) == {"Evicted": 1, "PodFailed": 1}
         await b.quiet()
         # what failed stays, for its log

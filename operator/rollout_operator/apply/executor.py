@@ -19,13 +19,15 @@ from rollout_operator.metrics import Metrics
 from rollout_operator.plan.actions import (
     Action,
     ApplyService,
+    ChildAction,
     CreatePod,
     CreateSecret,
     DeletePod,
     Manifest,
     RepairSecret,
+    child_of,
 )
-from rollout_operator.plan.observed import Refusal
+from rollout_operator.plan.observed import ChildRefusal, Refusal
 
 INVALID_RETRY_S: Final = 300.0
 FORBIDDEN_RETRY_S: Final = 30.0
@@ -53,13 +55,42 @@ class Executor:
         self._metrics = metrics
         self._clock = clock
 
-    async def execute(self, action: Action, replica: Replica, memory: Memory) -> None:
+    async def execute(self, action: Action, replica: Replica, memory: Memory) -> bool:
         """Do one thing. What turns out to be done or undone already is left to the next plan.
+
+        Returns whether what stands behind it may follow: not where a person has to mend something.
 
         Raises:
             KubeError: the API server did not answer, or refused what no person can have caused.
         """
         self._metrics.actions.labels(action=type(action).__name__).inc()
+        match action:
+            case CreatePod():
+                await self._create_pod(action, replica, memory)
+            case DeletePod():
+                await self._delete_pod(action, replica, memory)
+            case _:
+                return await self._make_child(action, replica, memory)
+        return True
+
+    async def _make_child(self, action: ChildAction, replica: Replica, memory: Memory) -> bool:
+        child = child_of(action)
+        try:
+            await self._child(action, replica, memory)
+        except KubeError as error:
+            if not (error.invalid or error.forbidden):
+                raise
+            memory.refused[child] = ChildRefusal(
+                child=child,
+                reason=_forbidden(error),
+                message=f"the API server refuses {child}: {error.message or error.reason}",
+                retry_at=self._clock() + FORBIDDEN_RETRY_S,
+            )
+            return False
+        memory.refused.pop(child, None)
+        return True
+
+    async def _child(self, action: ChildAction, replica: Replica, memory: Memory) -> None:
         match action:
             case CreateSecret():
                 raw = await self._create_secret(action.manifest)
@@ -71,10 +102,6 @@ class Executor:
                 memory.token = Token.read(raw, replica=replica.name, uid=replica.uid)
             case ApplyService():
                 await self._apply_service(action.manifest)
-            case CreatePod():
-                await self._create_pod(action, replica, memory)
-            case DeletePod():
-                await self._delete_pod(action, replica, memory)
 
     async def tell(self, replica: Replica, kind: Kind, reason: str, message: str) -> None:
         """Post an event; its loss is no harm."""
@@ -174,13 +201,16 @@ class Executor:
 
     def _refusal(self, wanted: str, error: KubeError) -> Refusal:
         invalid = error.invalid
-        forbidden = Reason.QUOTA_EXCEEDED if _QUOTA in error.message else Reason.POD_FORBIDDEN
         return Refusal(
             hash=wanted,
-            reason=Reason.INVALID_TEMPLATE if invalid else forbidden,
+            reason=Reason.INVALID_TEMPLATE if invalid else _forbidden(error),
             message=f"the API server refuses the pod: {error.message or error.reason}",
             retry_at=self._clock() + (INVALID_RETRY_S if invalid else FORBIDDEN_RETRY_S),
         )
+
+
+def _forbidden(error: KubeError) -> Reason:
+    return Reason.QUOTA_EXCEEDED if _QUOTA in error.message else Reason.POD_FORBIDDEN
 
 
 def _key(manifest: Manifest) -> tuple[str, str]:

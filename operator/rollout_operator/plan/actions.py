@@ -55,7 +55,15 @@ class DeletePod:
     replacement_hash: str = ""
 
 
-Action = CreateSecret | RepairSecret | ApplyService | CreatePod | DeletePod
+ChildAction = CreateSecret | RepairSecret | ApplyService
+Action = ChildAction | CreatePod | DeletePod
+
+
+def child_of(action: ChildAction) -> str:
+    """Return which child is made or mended, as messages name it."""
+    if isinstance(action, RepairSecret):
+        return f"Secret {action.name}"
+    return f"{action.manifest['kind']} {action.manifest['metadata']['name']}"
 
 
 @dataclass(frozen=True, kw_only=True)

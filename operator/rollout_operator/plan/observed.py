@@ -157,6 +157,17 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChildRefusal:
+    """The API server did not take our Secret, or a Service."""
+
+    child: str
+    """Its kind and name."""
+    reason: Reason
+    message: str
+    retry_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Seen:
     """All that a plan is made from, besides the replica itself."""
 
@@ -173,6 +184,7 @@ class Seen:
     """Names of followers whose node is lost; of those that :func:`ends.depends_on_node`."""
     report: Report | None = None
     refusal: Refusal | None = None
+    refused: tuple[ChildRefusal, ...] = ()
     node: NodeState | None = None
     """Of a pod that :func:`ends.depends_on_node`; None else: nodes are not watched."""
 

@@ -13,17 +13,19 @@ from rollout_operator.plan import manifests, restarts
 from rollout_operator.plan.actions import (
     Action,
     ApplyService,
+    ChildAction,
     CreatePod,
     CreateSecret,
     DeletePod,
     Plan,
     RepairSecret,
     Verdict,
+    child_of,
 )
 from rollout_operator.plan.document import render_document
 from rollout_operator.plan.ends import OVERDUE_S, End, end_of
 from rollout_operator.plan.group import DELETING_RETRY_S, MIN_LIFE_S, plan_group
-from rollout_operator.plan.observed import Ownership, PodSeen, Seen
+from rollout_operator.plan.observed import ChildRefusal, Ownership, PodSeen, Seen
 from rollout_operator.plan.restarts import exhausted, given_up, next_start
 from rollout_operator.plan.template import TemplateError
 from rollout_pod.protocol import DesiredDocument
@@ -59,20 +61,29 @@ def make_plan(replica: Replica, seen: Seen, now: float, *, defaults: PodDefaults
     verdict, retry = _strangers(seen)
     if verdict is not None:
         return Plan(document=steer, verdict=verdict, restarts=counted, requeue_after=retry)
-    children = _children(replica, seen)
+    children, refused = _children(replica, seen, now)
     make_pod = partial(_make_pod, replica, replica.spec, document, defaults)
     try:
         manifest = make_pod(0, None)
     except TemplateError as error:
         verdict = Verdict(reason=Reason.INVALID_TEMPLATE, message=f"spec.{error}", stalled=True)
-        return Plan(actions=children, document=steer, verdict=verdict, restarts=counted)
+        retry = min((one.retry_at - now for one in refused), default=None)
+        return Plan(
+            actions=children,
+            document=steer,
+            verdict=verdict,
+            restarts=counted,
+            requeue_after=retry,
+        )
     if replica.spec.nodes > 1 or seen.followers:
         rest = plan_group(
             replica, replica.spec, seen, now, make_pod=make_pod, steer=steer, counted=counted
         )
     else:
         rest = _pod(replica, replica.spec, seen, now, manifest, steer, counted)
-    waits = [rest.requeue_after]
+    if refused:
+        rest = _held_up(rest, seen, refused, steer)
+    waits = [rest.requeue_after, *(one.retry_at - now for one in refused)]
     if counted is not None and counted.consecutive:
         waits.append(restarts.steady_in(replica, now))
     if not all(member.watched for member in (*((pod,) if pod else ()), *seen.followers)):
@@ -130,8 +141,11 @@ def _strangers(seen: Seen) -> tuple[Verdict | None, float | None]:
     return None, None
 
 
-def _children(replica: Replica, seen: Seen) -> tuple[Action, ...]:
-    actions: list[Action] = []
+def _children(
+    replica: Replica, seen: Seen, now: float
+) -> tuple[tuple[Action, ...], tuple[ChildRefusal, ...]]:
+    """Return what makes or mends Secret and Services, and why it is too early for the rest."""
+    actions: list[ChildAction] = []
     if seen.secret is None:
         actions.append(CreateSecret(manifest=manifests.secret(replica)))
     elif not seen.secret.complete:
@@ -139,7 +153,35 @@ def _children(replica: Replica, seen: Seen) -> tuple[Action, ...]:
     for manifest, child in zip(manifests.services(replica), seen.services, strict=True):
         if child is None or not child.complete:
             actions.append(ApplyService(manifest=manifest))
-    return tuple(actions)
+    early = {one.child: one for one in seen.refused if now < one.retry_at}
+    due = tuple(action for action in actions if child_of(action) not in early)
+    return due, tuple(early[child_of(a)] for a in actions if child_of(a) in early)
+
+
+def _held_up(
+    rest: Plan, seen: Seen, refused: tuple[ChildRefusal, ...], steer: DesiredDocument | None
+) -> Plan:
+    """Return what is left of a plan for the pods of a replica of which a child is refused.
+
+    Without its Secret and Services no pod is made, and none that works is given up for another.
+    """
+    actions = rest.actions
+    if seen.secret is None or None in seen.services:
+        actions = tuple(action for action in actions if not _makes_room(action))
+    verdict = Verdict(reason=refused[0].reason, message=refused[0].message)
+    return replace(
+        rest,
+        actions=actions,
+        verdict=rest.verdict or verdict,
+        document=rest.document if actions == rest.actions else steer,
+    )
+
+
+def _makes_room(action: Action) -> bool:
+    """Tell whether it is, or leads to, a new pod while the old one could go on."""
+    return isinstance(action, CreatePod) or (
+        isinstance(action, DeletePod) and action.replacement is not None
+    )
 
 
 def _pod(

@@ -104,9 +104,19 @@ def render_failure(replica: Replica, error: Exception, now: float) -> ReplicaSta
         "this replica and tries again. This is a fault of the operator: its log has the traceback "
         '(event "pass failed")'
     )
+    return _failing(replica, Reason.INTERNAL_ERROR, text, now)
+
+
+def render_refusal(replica: Replica, message: str, now: float) -> ReplicaStatus:
+    """Return the status of a replica of which the API server forbids to know more."""
+    return _failing(replica, Reason.POD_FORBIDDEN, message, now)
+
+
+def _failing(replica: Replica, reason: Reason, text: str, now: float) -> ReplicaStatus:
+    previous = replica.status
     values: dict[ConditionType, tuple[Truth, Reason, str]] = {
-        ConditionType.READY: ("False", Reason.INTERNAL_ERROR, text),
-        ConditionType.RECONCILING: ("True", Reason.INTERNAL_ERROR, text),
+        ConditionType.READY: ("False", reason, text),
+        ConditionType.RECONCILING: ("True", reason, text),
         ConditionType.STALLED: ("False", Reason.NOT_STALLED, ""),
     }
     failing = tuple(_condition(replica, kind, *value, now) for kind, value in values.items())
