@@ -31,6 +31,7 @@ from rollout_operator.plan.observed import (
     pod_seen,
 )
 from rollout_operator.plan.plan import make_plan
+from rollout_operator.plan.status import render_status
 from tests.support.operator_objects import (
     DEFAULTS,
     NOW,
@@ -162,6 +163,23 @@ def test_a_spec_nobody_understands_changes_nothing():
     assert made.verdict is not None
     assert made.verdict.reason is Reason.INVALID_SPEC
     assert "spec.gpus" in made.verdict.message
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [{"gpus": "many"}, {"weightVersion": "base", "weights": {"source": {"path": "/a"}}}],
+)
+def test_a_spec_nobody_understands_forgets_no_end_that_was_counted(mistake: dict[str, Any]):
+    over = seen(pod(phase="Failed", ready=False))
+    counted = plan(replica(), over).restarts
+    assert counted is not None
+    before = {"restarts": counted.model_dump(by_alias=True, exclude_none=True)}
+    wanted = replica(status=before, **mistake)
+    made = plan(wanted, over, NOW + 5)
+    assert made.verdict is not None
+    assert made.verdict.reason is Reason.INVALID_SPEC
+    after = render_status(wanted, over, made, NOW + 5).dump()
+    assert plan(replica(status=after), over, NOW + 9).restarts == counted
 
 
 def test_a_replacement_is_checked_before_the_pod_goes():

@@ -50,11 +50,11 @@ def make_plan(replica: Replica, seen: Seen, now: float, *, defaults: PodDefaults
     if replica.deleting:
         return Plan()  # owner references remove the children; SIGTERM drains
     if replica.spec is None:
-        return Plan(verdict=_invalid_spec(replica.invalid))
+        return _invalid_spec(replica, replica.invalid)
     try:
         document = render_document(replica, replica.spec)
     except ValueError as error:
-        return Plan(verdict=_invalid_spec(str(error)))
+        return _invalid_spec(replica, str(error))
     pod = seen.pod
     steer = document if pod and pod.owner is Ownership.OURS and not pod.deleting else None
     counted = restarts.tally(replica, replica.spec, seen, now)
@@ -116,8 +116,10 @@ def _make_pod(
     )
 
 
-def _invalid_spec(message: str) -> Verdict:
-    return Verdict(reason=Reason.INVALID_SPEC, message=message, stalled=True)
+def _invalid_spec(replica: Replica, message: str) -> Plan:
+    verdict = Verdict(reason=Reason.INVALID_SPEC, message=message, stalled=True)
+    # what was counted stays so: the same end must not count again once the spec is mended
+    return Plan(verdict=verdict, restarts=replica.status.restarts)
 
 
 def _strangers(seen: Seen) -> tuple[Verdict | None, float | None]:
