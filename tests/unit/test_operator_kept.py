@@ -11,6 +11,7 @@ from prometheus_client import Gauge
 
 from rollout_operator.app import configure
 from rollout_operator.apply.cache import Cache
+from rollout_operator.control.pod_client import PodError, Unauthorized, Unreachable
 from rollout_operator.control.pod_watch import PodWatch
 from rollout_operator.control.routes import PodAddress
 from rollout_operator.memory import Memory, Token
@@ -129,6 +130,44 @@ async def test_a_state_that_was_told_is_reported_whole(traits: dict[str, Any]):
     async with asyncio.timeout(5):
         await woken.wait()
     assert watch.report().state == said
+    await watch.stop()
+
+
+async def test_a_watch_wakes_when_an_unreachable_pod_refuses_the_token(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("rollout_operator.control.pod_watch._BACKOFF_S", (0.0,))
+    answers: asyncio.Queue[PodError] = asyncio.Queue()
+    asked = wakes = 0
+
+    class Pods:
+        async def get_state(self, *_: Any, **__: Any) -> StateDocument:
+            nonlocal asked
+            asked += 1
+            raise await answers.get()
+
+    def wake() -> None:
+        nonlocal wakes
+        wakes += 1
+
+    watch = PodWatch(
+        Pods(),  # type: ignore[arg-type]  # only what it needs
+        uid="u",
+        pod=PodAddress(namespace="ns", name="p", ip="127.0.0.1"),
+        token=lambda: "t",
+        wake=wake,
+        gauge=Gauge("denied_polls", "", registry=None),
+    )
+    watch.start()
+    seen = []
+    for error in (Unreachable, Unreachable, Unauthorized, Unauthorized, Unreachable, Unauthorized):
+        before = asked
+        answers.put_nowait(error("no"))
+        async with asyncio.timeout(5):
+            while asked == before or not answers.empty():
+                await asyncio.sleep(0)
+        seen.append(wakes)
+    assert seen == [1, 1, 2, 2, 2, 3]
     await watch.stop()
 
 

@@ -122,9 +122,10 @@ class PodWatch:
                 if not isinstance(error, PodError):
                     # a bug must not end the only one who listens
                     log.exception("poll failed", pod_uid=self.uid)
-                first = self._failing_since is None
+                first, denied = self._failing_since is None, self._unauthorized
                 self._fail(error)
-                if first:
+                # a token that is refused is for the worker to read again
+                if first or (self._unauthorized and not denied):
                     self._wake()
                 delay = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
                 failures += 1
