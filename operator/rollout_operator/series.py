@@ -18,6 +18,7 @@ _OWN = ("namespace", "name")
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
+    uid: str
     ready: bool
     behind_since: float | None
     steps: int | None
@@ -39,7 +40,9 @@ class ReplicaSeries(Collector):
         behind, steps = None, None
         if spec is not None:
             if status.weight_version != wanted_version(spec):
-                since = known.behind_since if known is not None else None
+                since = (
+                    known.behind_since if known is not None and known.uid == replica.uid else None
+                )
                 behind = self._clock() if since is None else since
             held = status.last_committed.step if status.last_committed else None
             if spec.weight_step is not None and held is not None:
@@ -47,6 +50,8 @@ class ReplicaSeries(Collector):
         ready = status.condition(ConditionType.READY)
         counts = status.restarts.by_reason if status.restarts is not None else ()
         self._shown[key] = _Shown(
+            # one that was made anew owes nothing of what the one before did
+            uid=replica.uid,
             ready=ready is not None and ready.status == "True",
             behind_since=behind,
             steps=steps,

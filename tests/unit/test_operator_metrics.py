@@ -1,6 +1,7 @@
 """The operator's metrics: those of the page, with their labels, and gone with their replica."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,24 @@ def test_a_replicas_series_follow_it_and_vanish_with_it() -> None:
     assert value("ready") is None
     series.forget(("ns", "qwen"))
     assert [sample for family in registry.collect() for sample in family.samples] == []
+
+
+def test_a_replica_made_anew_is_late_from_its_own_beginning_on() -> None:
+    registry, now = CollectorRegistry(), 1000.0
+    series = ReplicaSeries(registry, clock=lambda: now)
+
+    def lag() -> float | None:
+        own = {"namespace": "ns", "name": "qwen"}
+        return registry.get_sample_value("rollout_replica_weight_lag_seconds", own)
+
+    wanted = replica(weightVersion="step-7", weights={"source": {"path": "/w/{version}"}})
+    series.show(wanted, status("step-5"))
+    now = 5000.0
+    series.show(replace(wanted, uid="another"), status("step-5"))
+    assert lag() == 0
+    now = 5010.0
+    series.show(replace(wanted, uid="another"), status("step-5"))
+    assert lag() == 10
 
 
 def test_an_updates_steps_are_counted_once() -> None:
