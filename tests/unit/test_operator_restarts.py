@@ -24,8 +24,8 @@ from rollout_operator.plan.observed import (
     pod_seen,
 )
 from rollout_operator.plan.plan import make_plan
-from rollout_operator.plan.restarts import next_start
-from rollout_pod.protocol import PodPhase
+from rollout_operator.plan.restarts import next_start, steady_in
+from rollout_pod.protocol import GateState, PodPhase, SleepState, SleepTag
 from tests.support.operator_objects import (
     DEFAULTS,
     NOW,
@@ -208,6 +208,7 @@ class World(PlanWorld):
         assert self.what.pod is not None
         before = self.what.pod.engine or container()
         dead = replace(before, running=False, exit_code=1, exit_reason="Error", **traits)
+        dead = replace(dead, started=False, started_at=0.0)
         self.what = seen(replace(self.what.pod, ready=False, engine=dead))
         self.settle()
         again = replace(dead, running=True, restarts=dead.restarts + 1)
@@ -301,6 +302,115 @@ def test_failures_are_forgotten_after_a_while_of_availability():
     assert world.counts() == {"PodFailed": 6}
     # written once, and then nothing asks to be woken
     assert world.settle() is None
+
+
+@pytest.mark.parametrize(
+    ("available", "engine", "left"),
+    [
+        # since when, and since when the engine runs: it may have been loading for 50 s of that
+        (("True", Reason.SERVING, 30), 40, 70),
+        (("True", Reason.SERVING, 30), 500, -350),
+        (("True", Reason.SERVING, 120), None, -20),
+        # sleep goes on where availability ended
+        (("False", Reason.SLEEPING, 5), 140, 10),
+        (("False", Reason.SLEEPING, 900), 20, 130),
+        (("False", Reason.SLEEPING, 900), None, None),
+        (("False", Reason.NOT_SERVING, 900), 900, None),
+    ],
+)
+def test_when_failures_are_forgotten(
+    available: tuple[str, Reason, float], engine: float | None, left: float | None
+):
+    truth, reason, since = available
+    condition = {
+        "type": "Available",
+        "status": truth,
+        "reason": reason,
+        "lastTransitionTime": rfc3339(NOW - since),
+    }
+    wanted = replica(status={"conditions": [condition]}, restartPolicy=QUICK, loadTimeoutSeconds=50)
+    ended = container(running=False, exit_code=1, started_at=NOW - 900)
+    runs = ended if engine is None else container(started_at=NOW - engine)
+    assert steady_in(wanted, seen(pod(engine=runs)), NOW) == left
+
+
+def test_a_nodes_clock_that_is_behind_forgets_no_failure():
+    world = served()
+    world.kill_engine()
+    assert world.what.pod is not None
+    engine = container(restarts=1, started_at=world.now - 10_000)
+    world.what = replace(world.what, pod=replace(world.what.pod, engine=engine))
+    world.serve()
+    assert world.restarts.consecutive == 1
+
+
+def test_failures_are_forgotten_although_it_sleeps_now_and_then():
+    world = served(maxRestarts=1)
+    world.spec["loadTimeoutSeconds"] = 50
+    world.what = seen()
+    world.settle()
+    for _ in range(6):
+        world.kill_engine()
+        assert world.restarts.consecutive == 1
+        for _ in range(3):
+            wake(world)
+            world.run(30)
+            put_to_sleep(world)
+            world.run(30)
+        assert world.restarts.consecutive == 0
+    assert world.removed == [] and world.counts() == {"EngineFailed": 6}
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_what_sleeps_is_not_given_up_although_it_failed_often(heard: bool):
+    world = served(resetAfterSeconds=10_000)
+    for _ in range(2):
+        world.kill_engine()
+        wake(world)
+    put_to_sleep(world)
+    world.spec["restartPolicy"] |= {"maxRestarts": 0}
+    world.generation += 1
+    # an operator that has just started has asked nobody yet
+    world.what = replace(world.what, report=world.what.report if heard else None)
+    world.pass_once()
+    assert world.what.pod is not None and world.removed == []
+    put_to_sleep(world)
+    world.run(100)
+    assert world.reason() == ("True", Reason.SLEEPING) and world.removed == []
+    # on its way up it is not ready either
+    del world.spec["sleep"]
+    world.generation += 1
+    world.settle()
+    wake(world)
+    assert world.reason() == ("True", Reason.SERVING) and world.removed == []
+    put_to_sleep(world)
+    world.kill_engine()
+    assert [reason for _, reason, _ in world.removed] == [Reason.CRASH_LOOP]
+
+
+def put_to_sleep(world: World) -> None:
+    """Ask for it, and have kubelet call the pod not ready."""
+    assert world.what.pod is not None
+    world.spec["sleep"] = {"level": 1}
+    slept = SleepState(level=1, tags=tuple(SleepTag), released=True)
+    said = state(
+        generation=world.generation,
+        phase=PodPhase.SLEEPING,
+        gate=GateState.CLOSED,
+        ready=False,
+        sleep=slept,
+    )
+    world.what = seen(replace(world.what.pod, ready=False), said)
+    world.settle()
+
+
+def wake(world: World) -> None:
+    assert world.what.pod is not None and world.what.pod.engine is not None
+    world.spec.pop("sleep", None)
+    since = world.what.pod.engine.started_at or world.now
+    up = replace(world.what.pod.engine, running=True, started=True, started_at=since)
+    world.what = replace(world.what, pod=replace(world.what.pod, engine=up))
+    world.serve()
 
 
 def test_an_engine_that_kubelet_starts_again_and_again_is_given_up_and_frees_its_gpu():

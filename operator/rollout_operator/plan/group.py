@@ -12,7 +12,7 @@ from rollout_operator.plan.actions import CreatePod, DeletePod, Plan, Verdict
 from rollout_operator.plan.ends import OVERDUE_S, End, end_of, missing_ranks, shows_at
 from rollout_operator.plan.manifests import pod_hash
 from rollout_operator.plan.observed import PodSeen, Seen
-from rollout_operator.plan.restarts import counted_end, exhausted, given_up, next_start
+from rollout_operator.plan.restarts import counted_end, exhausted, given_up, is_up, next_start
 from rollout_pod.protocol import DesiredDocument
 
 JsonObject = dict[str, Any]
@@ -57,10 +57,9 @@ def plan_group(
             )
             return Plan(document=steer, verdict=verdict, requeue_after=refusal.retry_at - now)
     written = counted == replica.status.restarts
-    if counted is not None and exhausted(spec.restart_policy, counted):
-        serves = whole and head is not None and head.ready
-        if not serves:
-            return _give_up(spec, seen, counted, written=written)
+    failed = counted is not None and exhausted(spec.restart_policy, counted)
+    if counted is not None and failed and not (whole and is_up(replica, seen)):
+        return _give_up(spec, seen, counted, written=written)
     if head is not None and whole and head.hash != wanted:
         # checked by the API server first; the others follow when it is on its way
         return Plan(

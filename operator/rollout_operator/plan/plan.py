@@ -26,7 +26,7 @@ from rollout_operator.plan.document import render_document
 from rollout_operator.plan.ends import OVERDUE_S, End, end_of
 from rollout_operator.plan.group import DELETING_RETRY_S, MIN_LIFE_S, plan_group
 from rollout_operator.plan.observed import ChildRefusal, Ownership, PodSeen, Seen
-from rollout_operator.plan.restarts import exhausted, given_up, next_start
+from rollout_operator.plan.restarts import exhausted, given_up, is_up, next_start
 from rollout_operator.plan.template import TemplateError
 from rollout_pod.protocol import DesiredDocument
 
@@ -85,7 +85,7 @@ def make_plan(replica: Replica, seen: Seen, now: float, *, defaults: PodDefaults
         rest = _held_up(rest, seen, refused, steer)
     waits = [rest.requeue_after, *(one.retry_at - now for one in refused)]
     if counted is not None and counted.consecutive:
-        waits.append(restarts.steady_in(replica, now))
+        waits.append(restarts.steady_in(replica, seen, now))
     if not all(member.watched for member in (*((pod,) if pod else ()), *seen.followers)):
         waits.append(UNWATCHED_RETRY_S)
     return replace(
@@ -206,10 +206,8 @@ def _pod(
         if pod is None or not (pod.deleting or pod.over):
             return Plan(document=steer, verdict=verdict, requeue_after=refusal.retry_at - now)
     written = counted == replica.status.restarts
-    if counted is not None and exhausted(spec.restart_policy, counted):
-        given_up = _given_up(spec, pod, counted, written=written)
-        if given_up is not None:
-            return given_up
+    if counted is not None and exhausted(spec.restart_policy, counted) and not is_up(replica, seen):
+        return _give_up(spec, pod, counted, written=written)
     if pod is None:
         return Plan(actions=(CreatePod(manifest=manifest, hash=wanted),))
     end = end_of(spec, seen, now)
@@ -235,12 +233,7 @@ def _pod(
     return Plan(document=steer)
 
 
-def _given_up(
-    spec: RolloutSpec, pod: PodSeen | None, counted: Restarts, *, written: bool
-) -> Plan | None:
-    """Return the plan for a replica that failed too often; None while it serves all the same."""
-    if pod is not None and pod.ready and not pod.deleting:
-        return None
+def _give_up(spec: RolloutSpec, pod: PodSeen | None, counted: Restarts, *, written: bool) -> Plan:
     verdict = given_up(spec, counted)
     # a pod that is over holds no resources, but its log
     if pod is None or pod.deleting or pod.over or not written:

@@ -16,6 +16,7 @@ from rollout_operator.plan.ends import End, end_of, group_of
 from rollout_operator.plan.manifests import pod_hash
 from rollout_operator.plan.observed import Ownership, PodSeen, Seen
 from rollout_operator.plan.obstacle import death, out_of_memory
+from rollout_pod.protocol import PodPhase
 
 _FAILURES: Final = frozenset({Reason.POD_FAILED, Reason.ENGINE_FAILED, Reason.OOM_KILLED})
 
@@ -43,7 +44,7 @@ def tally(replica: Replica, spec: RolloutSpec, seen: Seen, now: float) -> Restar
     known = replica.status.restarts
     if known is not None and known.pod_hash != wanted:
         known = known.model_copy(update={"pod_hash": wanted, "consecutive": 0})
-    left = steady_in(replica, now)
+    left = steady_in(replica, seen, now)
     if known is not None and known.consecutive and left is not None and left <= 0:
         known = known.model_copy(update={"consecutive": 0})
     members = group_of(seen)
@@ -78,14 +79,44 @@ def newly_counted(before: Restarts | None, after: Restarts | None) -> dict[str, 
     return {r: n - known.get(r, 0) for r, n in new.items() if n > known.get(r, 0)}
 
 
-def steady_in(replica: Replica, now: float) -> float | None:
-    """Seconds until the failures are forgotten; None while the replica is not available."""
-    available = replica.status.condition(ConditionType.AVAILABLE)
-    if replica.spec is None or available is None or available.status != "True":
+def steady_in(replica: Replica, seen: Seen, now: float) -> float | None:
+    """Seconds until the failures are forgotten; None while the replica neither is available nor
+    sleeps.
+
+    Sleep interrupts availability, and is no trouble: an engine that has run through ever since is
+    as good, counted from when its start must have been over.
+    """
+    spec, available = replica.spec, replica.status.condition(ConditionType.AVAILABLE)
+    if spec is None or available is None:
         return None
-    return (
-        unix(available.last_transition_time) + replica.spec.restart_policy.reset_after_seconds - now
-    )
+    serves = available.status == "True"
+    if not (serves or available.reason == Reason.SLEEPING):
+        return None
+    since = [unix(available.last_transition_time)] if serves else []
+    engine = seen.pod.engine if seen.pod is not None else None
+    if engine is not None and engine.running and engine.started_at:
+        last = replica.status.restarts
+        # it started after the failure, whatever its node's clock says
+        started = max(engine.started_at, unix(last.last_at) if last is not None else 0.0)
+        since.append(started + spec.load_timeout_seconds)
+    return min(since) + spec.restart_policy.reset_after_seconds - now if since else None
+
+
+def is_up(replica: Replica, seen: Seen) -> bool:
+    """Tell whether the head's engine is up: it serves, or sleeps as asked, and is no failure."""
+    pod = seen.pod
+    if pod is None or pod.deleting:
+        return False
+    if pod.ready:
+        return True
+    # kubelet asks one that it starts again anew, before anything is heard of that
+    if not (pod.answering and pod.engine is not None and pod.engine.started):
+        return False
+    if seen.report is None or seen.report.state is None:
+        # until it is asked, what the status says of it stands
+        available = replica.status.condition(ConditionType.AVAILABLE)
+        return available is not None and available.reason == Reason.SLEEPING
+    return seen.report.state.phase not in (PodPhase.LOADING, PodPhase.FAILED)
 
 
 def exhausted(policy: RestartPolicy, restarts: Restarts | None) -> bool:
