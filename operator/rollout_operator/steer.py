@@ -26,6 +26,7 @@ from rollout_pod.protocol import DesiredDocument, StateDocument
 
 _FIRST_ANSWER_S: Final = 2.0
 _RETRY_S: Final = 5.0
+_UNCONNECTED_RETRY_S: Final = 30.0
 _REFUSED_RETRY_S: Final = 60.0
 """A pod that refused a document may take it later: its disk was full, say."""
 
@@ -101,6 +102,9 @@ class Steering:
         if _has(memory.told, pod, document, report):
             done = report.state is None or _done(memory.told, report.state, document)
             return Steered(replica=replica, retry=None if done else _again_s(memory.told))
+        if watch.unconnected:
+            # seconds of a lane in vain, for each of many: the poll wakes us when it gets through
+            return Steered(replica=replica, retry=_UNCONNECTED_RETRY_S)
         try:
             state = await self._pods.put_desired(_address(replica, pod), token(memory), document)
         except Fenced as error:

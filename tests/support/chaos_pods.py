@@ -9,6 +9,7 @@ from typing import Any
 from rollout_operator.api.times import rfc3339
 from rollout_operator.control.pod_client import (
     Fenced,
+    NotConnected,
     PodClient,
     Refused,
     Unauthorized,
@@ -342,7 +343,7 @@ class ChaosPodClient(PodClient):
         fate = site.fate(site.pod_trouble)
         found = site.kubelet.at(pod.ip)
         if self.dead or found is None or fate == "refused":
-            raise Unreachable("connection refused")
+            raise NotConnected("connection refused")
         if fate == "lost":
             await asyncio.sleep(min(timeout, 3.0))
             raise Unreachable("no answer in time")

@@ -1,13 +1,17 @@
 """What the operator does when something is lost, late, refused or not its own."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from rollout_operator.api.names import MANAGED_BY_LABEL, MANAGER
+from rollout_operator.control.pod_client import PodClient, Unreachable
 from rollout_operator.plan.plan import make_plan
+from rollout_pod.protocol import StateDocument
 from tests.support.fake_apiserver import Fault, Json, Refused, Request
+from tests.support.fake_pod_admin import FakePodAdmin
 from tests.support.operator_kit import Bench, bench, running_status
 
 SOURCE = {"source": {"path": "/ckpt/{version}"}}
@@ -386,6 +390,61 @@ async def test_an_unreachable_pod_is_not_touched():
         b.server.change("pods", "qwen-0", {"status": {"podIP": None}})
         await b.run_pod()
         await b.ready("Serving")
+
+
+async def test_a_pod_that_cannot_be_reached_is_told_when_its_poll_gets_through(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("rollout_operator.control.pod_watch._BACKOFF_S", (0.2, 0.5))
+    puts, polls = [], []
+    put_desired, get_state = PodClient.put_desired, PodClient.get_state
+
+    async def put(*args: Any) -> StateDocument:
+        puts.append(args)
+        return await put_desired(*args)
+
+    async def get(*args: Any, **kwargs: Any) -> StateDocument:
+        polls.append(args)
+        return await get_state(*args, **kwargs)
+
+    monkeypatch.setattr(PodClient, "put_desired", put)
+    monkeypatch.setattr(PodClient, "get_state", get)
+    async with bench() as b:
+        b.apply()
+        await b.until(lambda: b.server.get("pods", "qwen-0"))
+        admin = FakePodAdmin(b.token())
+        async with admin.running("127.0.0.77", b.port):
+            b.server.change("pods", "qwen-0", {"status": running_status(admin.ip)})
+            await b.ready("Serving")
+            await b.quiet()
+        # it is as it was when it comes back: a held poll would have no news
+        tried = len(polls)
+        await b.until(lambda: len(polls) > tried + 1)
+        told = len(puts)
+        for n in range(4):
+            b.server.change("pods", "qwen-0", {"metadata": {"annotations": {"n": str(n)}}})
+            b.patch(paused=n % 2 == 0)
+            await asyncio.sleep(0.2)
+        b.patch(paused=True)
+        await asyncio.sleep(0.5)
+        assert len(puts) == told
+        async with admin.running("127.0.0.77", b.port):
+            await b.until(lambda: admin.documents[-1].paused, timeout=2)
+            await b.ready("Paused")
+
+
+async def test_a_pod_whose_polls_fail_is_told_all_the_same_if_it_takes_connections(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def cut(*args: Any, **kwargs: Any) -> StateDocument:
+        raise Unreachable("HTTP 504: a proxy on the way holds no poll")
+
+    async with bench() as b:
+        admin = await b.serving()
+        monkeypatch.setattr(PodClient, "get_state", cut)
+        await admin.become()
+        b.patch(paused=True)
+        await b.until(lambda: admin.documents[-1].paused, timeout=5)
 
 
 async def test_a_token_that_changed_is_read_again():

@@ -47,6 +47,10 @@ class Unreachable(PodError):
     """It does not answer, or answers what no pod of ours would."""
 
 
+class NotConnected(Unreachable):
+    """Nobody takes a connection: whatever it is asked, it will not hear of it."""
+
+
 class Unauthorized(PodError):
     """It does not know the token."""
 
@@ -161,6 +165,8 @@ class PodClient:
                 raise _problem(response.status, data)
         except ValidationError as error:
             raise Unreachable(f"{verb} {what}: no state document: {error.errors()[0]}") from error
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise NotConnected(f"{verb} {what}: {str(error) or type(error).__name__}") from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{verb} {what}: {str(error) or type(error).__name__}") from error
         finally:

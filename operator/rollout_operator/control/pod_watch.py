@@ -10,7 +10,7 @@ import structlog
 from prometheus_client import Gauge
 
 from rollout_operator.background import Background
-from rollout_operator.control.pod_client import PodClient, PodError, Unauthorized
+from rollout_operator.control.pod_client import NotConnected, PodClient, PodError, Unauthorized
 from rollout_operator.control.routes import PodAddress
 from rollout_operator.plan.observed import Report
 from rollout_pod.protocol import StateDocument
@@ -43,6 +43,7 @@ class PodWatch:
         "_started",
         "_token",
         "_unauthorized",
+        "_unconnected",
         "_wake",
         "pod",
         "uid",
@@ -67,7 +68,7 @@ class PodWatch:
         self._said: _Said | None = None
         self._error = ""
         self._failing_since: float | None = None
-        self._unauthorized = False
+        self._unauthorized = self._unconnected = False
         self._answered = False
         self._started = time.monotonic()
         self._background = Background()
@@ -96,6 +97,11 @@ class PodWatch:
             unauthorized=self._unauthorized,
         )
 
+    @property
+    def unconnected(self) -> bool:
+        """Whether nobody took the last attempt's connection; ``wake`` tells when somebody does."""
+        return self._unconnected
+
     def offer(self, state: StateDocument) -> None:
         """Take a state that the pod answered to another request."""
         self._take(state)
@@ -115,9 +121,10 @@ class PodWatch:
     async def _listen(self) -> None:
         failures = 0
         while True:
+            well = self._failing_since is None
             try:
                 # bound to no name, which would keep it until the next one comes
-                self._heard(await self._pods.get_state(self.pod, self._token(), after=self._said))
+                self._heard(await self._ask())
             except Exception as error:
                 if not isinstance(error, PodError):
                     # a bug must not end the only one who listens
@@ -131,11 +138,20 @@ class PodWatch:
                 failures += 1
                 await asyncio.sleep(delay * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
                 continue
-            failures = 0
+            if well:
+                # not at once: of some pods only held polls fail
+                failures = 0
+
+    async def _ask(self) -> StateDocument:
+        if self._failing_since is None:
+            return await self._pods.get_state(self.pod, self._token(), after=self._said)
+        # a pod that is back answers at once: held, its answer would tell only later that it is
+        return await self._pods.get_state(self.pod, self._token(), after=None, timeout=0.0)
 
     def _heard(self, state: StateDocument) -> None:
         mended = self._failing_since is not None
-        self._error, self._failing_since, self._unauthorized = "", None, False
+        self._error, self._failing_since = "", None
+        self._unauthorized = self._unconnected = False
         if self._take(state) or mended or not self._answered:
             self._answered = True
             self._wake()
@@ -145,4 +161,5 @@ class PodWatch:
             self._failing_since = time.monotonic()
         self._error = str(error) or type(error).__name__
         self._unauthorized = isinstance(error, Unauthorized)
+        self._unconnected = isinstance(error, NotConnected)
         self._answered = True
