@@ -1,7 +1,9 @@
 """A trainer's persistent sender, by CUDA IPC and shared memory, on a GPU whose memory is files."""
 
 import asyncio
+import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +15,16 @@ from rollout_pod.weights import direct, wire
 from rollout_pod.weights.buckets import Account
 from rollout_pod.weights.device import DeviceError, NotExportableError
 from rollout_pod.weights.fill import spec_of
+from rollout_pod.weights.greeting import Greeter
 from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.memory import Memories
 from rollout_pod.weights.peer import RankPeer
 from rollout_pod.weights.sender import ManifestError, RanksError, Session, TransferFailed
 from rollout_pod.weights.talking import Talker
 from rollout_pod.weights.trainer import WeightSender
 from tests.support.fake_device import FakeDevice
 from tests.support.updates import Loads, sender, start_on, update
-from tests.support.weights import ModelLoader, expected_of, mixed_tensors, same
+from tests.support.weights import ModelLoader, expected_of, mixed_tensors, same, until
 
 FIRST = mixed_tensors(0)
 
@@ -318,6 +322,74 @@ async def test_another_sender_takes_over(place, gpu, ranks_view) -> None:
     for each in (one, two):
         each.close()
     assert ranks_view.in_use == 0
+
+
+@pytest.mark.parametrize("mode", ["direct", "bucketed"])
+async def test_a_sender_that_is_refused_takes_nothing_from_the_one_before(
+    place, gpu, ranks_view, mode
+) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu, mode=mode)
+    held = gpu.give(FIRST)
+    await update(place, trainer, "step-0", held)
+    foreign = FakeDevice(place.root / "other", uuid="GPU-other")
+    other = sender(place, foreign, transport="cuda_ipc")
+    loader = ModelLoader()
+    loads = Loads(place, "step-1", [loader])
+
+    def accepted(session: str) -> None:
+        with pytest.raises(RanksError, match="the sender is on GPU-other"):
+            other.send("step-1", foreign.give(FIRST), timeout_s=5)
+        loads(session)
+
+    held["layers.0.norm"].add_(1)
+    await trainer.send_async("step-1", held, timeout_s=20, on_accepted=accepted)
+    assert (await loads.reports())[0].ok
+    assert same(loader.model, held)
+    for each in (trainer, other):
+        each.close()
+    assert ranks_view.in_use == 0
+
+
+@pytest.mark.parametrize(("owner", "at"), [(Greeter, "_probe"), (Memories, "forget")])
+async def test_a_load_that_begins_while_another_greets_keeps_its_memory(
+    place, gpu, ranks_view, monkeypatch, owner, at
+) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    one, two = sender(place, gpu), sender(place, gpu)
+    held = gpu.give(FIRST)
+    await update(place, one, "step-0", held)
+    mapped = ranks_view.in_use
+    found = []
+    original = getattr(owner, at)
+
+    def meanwhile(*args):
+        claim = threading.Thread(
+            target=lambda: found.append(place.receivers[0]._talker.claim("one", "step-1")[0])
+        )
+        claim.start()
+        claim.join(0.3)  # it may have to wait until the greeting is answered
+        return original(*args)
+
+    class EnoughError(Exception):
+        pass
+
+    def accepted(_: str) -> None:
+        link = Session("two", place.rank_sockets, place.shm_dir)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, at, meanwhile)
+            with contextlib.suppress(RanksError):  # where the load was the first
+                link.greet(5, device=two._memory.token())
+        link.close()
+        until(lambda: bool(found))
+        raise EnoughError
+
+    with pytest.raises(EnoughError):
+        await one.send_async("step-1", held, session="one", timeout_s=20, on_accepted=accepted)
+    now = ranks_view.in_use
+    for each in (one, two):
+        each.close()
+    assert found[0] is None or now == mapped
 
 
 async def test_two_senders_each_to_its_own_rank(place) -> None:

@@ -31,21 +31,27 @@ class Greeter:
         self.owner: bytes | None = None
         """The connection whose memory is mapped."""
 
-    def greet(self, peer: bytes, hello: wire.Hello) -> wire.Message:
-        """Answer a greeting; the memory of a sender before this one is unmapped."""
+    def refusal(self, hello: wire.Hello) -> wire.Refused | None:
+        """Why a greeting is refused, whatever else goes on; None if it is not. Changes nothing."""
         if (hello.rank, hello.world) != (self._rank, self._world):
             text = (
                 f"this is rank {self._rank} of {self._world}, the sender addresses rank "
                 f"{hello.rank} of {hello.world}; it must address all ranks, in order"
             )
             return wire.Refused(session=hello.session, code="rank", message=text)
-        if self.owner is not None and self.owner != peer and not self.forget():
-            text = "another sender's load is on; try again when it has ended"
-            return wire.Refused(session=hello.session, code="busy", message=text)
         problem = self._probe(hello)
         if problem:
             text = f"transport {hello.transport} does not work: {problem}"
             return wire.Refused(session=hello.session, code="transport", message=text)
+        return None
+
+    def welcome(self, peer: bytes, hello: wire.Hello) -> wire.Message:
+        """Answer a greeting that is not refused; the memory of a sender before this one is
+        unmapped, so no session of that one may be loading.
+        """
+        if self.owner is not None and self.owner != peer and not self.forget():
+            text = "another sender's load is on; try again when it has ended"
+            return wire.Refused(session=hello.session, code="busy", message=text)
         device = self._memories.device
         return wire.Welcome(
             session=hello.session, rank=self._rank, world=self._world, host=self._host,

@@ -278,23 +278,34 @@ class Talker:
 
     def _hello(self, peer: bytes, hello: wire.Hello) -> wire.Message:
         with self.lock:
-            current = self._current
-            if current is not None and current.phase == "loading":
-                text = f"session {current.session!r} is loading; try again when it has ended"
-                return wire.Refused(session=hello.session, code="busy", message=text)
-        answer = self._greeter.greet(peer, hello)
-        if isinstance(answer, wire.Welcome):
-            with self.lock:
-                if self._current is not current or (current and current.phase == "loading"):
-                    text = "a load has begun; try again when it has ended"
-                    return wire.Refused(session=hello.session, code="busy", message=text)
+            busy = self._busy(hello)
+        if busy is not None:
+            return busy
+        refused = self._greeter.refusal(hello)
+        with self.lock:
+            # a load that began meanwhile keeps its sender's memory, and may be what was in the way
+            busy = self._busy(hello)
+            if busy is not None:
+                return busy
+            if refused is not None:
+                return refused
+            answer = self._greeter.welcome(peer, hello)
+            if isinstance(answer, wire.Welcome):
+                current = self._current
                 if current and current.phase == "accepted" and current.peer != peer:
                     # its sender may have nothing more to say that could be refused
                     text = f"session {current.session!r} was replaced by {hello.session!r}"
                     told = wire.Refused(session=current.session, code="stale", message=text)
                     self._outbox.append((current.peer, told, None))
                 self._current = Incoming(hello.session, peer, transport=hello.transport)
-        return answer
+            return answer
+
+    def _busy(self, hello: wire.Hello) -> wire.Refused | None:
+        current = self._current
+        if current is None or current.phase != "loading":
+            return None
+        text = f"session {current.session!r} is loading; try again when it has ended"
+        return wire.Refused(session=hello.session, code="busy", message=text)
 
     def _offer(self, peer: bytes, offer: wire.Offer) -> wire.Message:
         expected = self._expected()
