@@ -264,3 +264,29 @@ def test_reading_that_goes_wrong(tmp_path: Path, what: str) -> None:
     with pytest.raises(SourceError, match=words[what]) as caught:
         read_tensors(checkpoint, memoryview(bytearray(4096)), [0], progress=progress, cancel=cancel)
     assert caught.value.retryable
+
+
+def test_a_file_that_was_there_for_a_while_only_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(sources, "READERS", 1)
+    wanted, other = ({"a": torch.full((1000,), float(n))} for n in range(2))
+    path = write_checkpoint(tmp_path / "v", wanted)
+    checkpoint = open_checkpoint(path)
+    target = bytearray(4096)
+    done: set[int] = set()
+    cancel = threading.Event()
+    file = path / "model.safetensors"
+    kept = file.rename(tmp_path / "kept")
+    write_checkpoint(path, other)
+    with pytest.raises(SourceError, match=r"cancelled|changed while"):
+        read_tensors(
+            checkpoint, memoryview(target), [0], progress=lambda _: cancel.set(), cancel=cancel,
+            done=done,
+        )  # fmt: skip
+    kept.rename(file)
+    again = open_checkpoint(path)
+    assert again.fingerprint == checkpoint.fingerprint
+    read_tensors(
+        again, memoryview(target), [0], progress=lambda _: None, cancel=threading.Event(), done=done
+    )
+    assert target[:4000] == wanted["a"].numpy().tobytes()

@@ -1,8 +1,10 @@
 """Sources behind URLs, read from real servers: whole, broken, slow, changing, forbidden."""
 
+import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from rollout_pod.weights.headers import SourceError
 from rollout_pod.weights.locations import AUTHORIZATION, QUERY
 from rollout_pod.weights.remote import RemoteSource
 from rollout_pod.weights.source_kinds import source_of, verify_all
+from rollout_pod.weights.store_fsspec import BucketStore
 from rollout_pod.weights.stores import Patience
 from tests.support.file_server import (
     FileServer,
@@ -431,6 +434,39 @@ def test_s3(s3: Any, tmp_path: Path, shards: int, monkeypatch) -> None:
             progress=lambda _: None, cancel=cancel,
         )  # fmt: skip
     assert source.open(cancel).fingerprint != checkpoint.fingerprint
+
+
+@pytest.mark.parametrize("back", ["after a piece", "within a piece", "within the header"])
+def test_content_that_was_in_s3_for_a_while_only(s3: Any, tmp_path: Path, back, monkeypatch):
+    """The first content is there again whenever the whole is looked at."""
+    monkeypatch.setattr(remote, "PIECE_BYTES", 50_000)
+    monkeypatch.setattr(remote, "READERS", 1)
+    first = write_checkpoint(tmp_path / "first", mixed_tensors(1))
+    other = write_checkpoint(tmp_path / "other", mixed_tensors(2))
+    upload(s3, first, "v")
+    source = RemoteSource("s3://ckpt/v", QUICK)
+    time.sleep(1.1)  # S3 tells whole seconds
+    original = BucketStore._range
+    ranges, there = 0, 1 if back == "within the header" else 2
+
+    async def flipping(self, file, start, stop):
+        nonlocal ranges
+        ranges += 1
+        if ranges == there:
+            await asyncio.to_thread(upload, s3, other, "v")
+        found = await original(self, file, start, stop)
+        if ranges == there + (back == "after a piece"):
+            await asyncio.to_thread(upload, s3, first, "v")
+        return found
+
+    monkeypatch.setattr(BucketStore, "_range", flipping)
+    done = {99}
+    with pytest.raises(SourceError, match="changed while it was read"):
+        read(source, done)
+    assert done == ({99} if back == "within the header" else set())
+    monkeypatch.setattr(BucketStore, "_range", original)
+    upload(s3, first, "v")
+    assert read(source) == raw_of(mixed_tensors(1))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from rollout_pod.weights.checkpoint import (
 from rollout_pod.weights.files import is_folder, open_regular
 from rollout_pod.weights.headers import SourceError, read_header
 from rollout_pod.weights.spec import TensorSpec
+from rollout_pod.weights.stores import Changed
 
 PIECE_BYTES: Final = 16 << 20
 READERS: Final = 8
@@ -53,7 +54,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise SourceError(
                 f"{file}: {error.strerror}; make it readable", retryable=True
             ) from error
-        fingerprint.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        fingerprint.append(_identity(name, stat))
     tensors = gather(str(path), files, headers, placed)
     return Checkpoint(
         str(path), tuple(files), tensors, tuple(fingerprint), tuple(known) if any(known) else ()
@@ -85,36 +86,40 @@ def read_tensors(
     """
     have = set() if done is None else done
     path = Path(checkpoint.where)
-    with ExitStack() as stack:
-        files = [path / name for name in checkpoint.files]
-        descriptors = [stack.enter_context(_opened(file)) for file in files]
+    known = checkpoint.fingerprint
+    try:
+        with ExitStack() as stack:
+            files = [path / name for name in checkpoint.files]
+            descriptors = [stack.enter_context(_opened(file)) for file in files]
 
-        def read(number: int, piece: "_Piece") -> None:
-            if cancel.is_set():
-                raise SourceError("reading was cancelled", retryable=True)
-            if number not in have:
-                _read_exactly(descriptors[piece.file], files[piece.file], target, piece)
-                have.add(number)
-            progress(piece.nbytes)
+            def read(number: int, piece: "_Piece") -> None:
+                if cancel.is_set():
+                    raise SourceError("reading was cancelled", retryable=True)
+                if number not in have:
+                    fd = descriptors[piece.file]
+                    _read_exactly(fd, files[piece.file], target, piece)
+                    # the look at the end does not see a file that was there for a while only
+                    if _identity(checkpoint.files[piece.file], os.fstat(fd)) != known[piece.file]:
+                        raise Changed(str(path))
+                    have.add(number)
+                progress(piece.nbytes)
 
-        pool = stack.enter_context(ThreadPoolExecutor(READERS, "weights-read"))
-        futures = [
-            pool.submit(read, number, piece)
-            for number, piece in enumerate(_pieces(checkpoint, offsets))
-        ]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            future.cancel()
-        for future in futures:
-            if not future.cancelled():
-                future.result()
-    if open_checkpoint(path).fingerprint != checkpoint.fingerprint:
+            pool = stack.enter_context(ThreadPoolExecutor(READERS, "weights-read"))
+            futures = [
+                pool.submit(read, number, piece)
+                for number, piece in enumerate(_pieces(checkpoint, offsets))
+            ]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                future.cancel()
+            for future in futures:
+                if not future.cancelled():
+                    future.result()
+        if open_checkpoint(path).fingerprint != checkpoint.fingerprint:
+            raise Changed(str(path))
+    except Changed:
         have.clear()
-        raise SourceError(
-            f"{path}: changed while it was read; a version's folder must not change "
-            "once it is complete",
-            retryable=True,
-        )
+        raise
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,10 @@ def _read_exactly(fd: int, file: Path, target: memoryview, piece: _Piece) -> Non
                 f"{file}: became shorter while it was read; copy it again", retryable=True
             )
         done += got
+
+
+def _identity(name: str, stat: os.stat_result) -> tuple[str | int, ...]:
+    return (name, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 def _files(path: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:

@@ -17,7 +17,8 @@ from rollout_pod.weights.stores import Changed, Patience, Put, RemoteFile, Trans
 GOOGLE: Final = "GOOGLE_CREDENTIALS"
 """Environment: the JSON of a service account's key, where no file can hold it."""
 _PACKAGES: Final = {"s3": ("s3fs", "S3FileSystem"), "gs": ("gcsfs.core", "GCSFileSystem")}
-_TAGS: Final = ("generation", "VersionId", "ETag", "etag")
+_TAGS: Final = ("generation", "VersionId", "ETag", "etag", "LastModified")
+"""What tells contents apart; an ETag alone comes back with the bytes."""
 _LASTING: Final = ("Credential", "Forbidden", "InvalidBucket", "NoSuchBucket", "ParamValidation")
 """Parts of the names and words of errors that no waiting heals."""
 
@@ -52,11 +53,16 @@ class BucketStore:
     async def head(self, name: str, nbytes: int) -> tuple[RemoteFile, bytes]:
         """See ``Store``."""
         file = await self._info(name)
-        return file, await self._range(file, 0, min(file.size, nbytes))
+        found = await self._range(file, 0, min(file.size, nbytes))
+        await self.check(file)
+        return file, found
 
     async def read(self, file: RemoteFile, start: int, stop: int, put: Put) -> None:
         """See ``Store``."""
-        put(start, await self._range(file, start, stop))
+        found = await self._range(file, start, stop)
+        # now, since a later look does not see a content that was there for a while only
+        await self.check(file)
+        put(start, found)
 
     async def check(self, file: RemoteFile) -> None:
         """See ``Store``: a range does not say which content it is of."""
