@@ -13,7 +13,7 @@ from rollout_pod.engine import leftovers
 from rollout_pod.engine.base import EngineDeadError
 from rollout_pod.engine.processes import engine_children
 from rollout_pod.protocol import SleepTag
-from rollout_pod.weights.sender import RanksError
+from rollout_pod.weights.sender import ManifestError
 from tests.support.engine_kit import checkpoint, run, tensors_of, update
 
 pytestmark = [
@@ -33,7 +33,7 @@ def shared_before() -> frozenset[str]:
 
 
 async def test_random_weights_take_no_update_and_say_why(engine):
-    with pytest.raises(RanksError, match="--load-format dummy takes no weight updates"):
+    with pytest.raises(ManifestError, match="--load-format dummy takes no weight updates"):
         await update(engine, tensors_of(checkpoint(KIND, 1)))
 
 

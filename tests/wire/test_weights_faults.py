@@ -16,6 +16,7 @@ from rollout_pod.weights.agent import AgentError, run_agent
 from rollout_pod.weights.agent_client import AgentClient, StageError, TransferError
 from rollout_pod.weights.buckets import WINDOW
 from rollout_pod.weights.report import LoadReport
+from rollout_pod.weights.spec import Expected, UpdatesUnsupportedError
 from tests.support.weights import (
     Gate,
     ModelLoader,
@@ -95,6 +96,24 @@ async def test_one_rank_rejects_the_manifest_before_the_first_byte(
     assert not report.ok
     assert report.error.startswith("refused: ")
     assert loader.calls == []
+
+
+async def test_an_engine_that_takes_no_updates_says_so_once(
+    place: Place, client: AgentClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_checkpoint(place.root / "v", mixed_tensors(1))
+    place.start_receivers(expected_of(mixed_tensors(1)))
+
+    def unsupported() -> Expected:
+        raise UpdatesUnsupportedError("it was started with --enable-eplb")
+
+    place.receivers[0]._talker._expected = unsupported
+    place.start_agent()
+    with pytest.raises(StageError, match=r"^it was started with --enable-eplb$") as caught:
+        await stage(client, place, "s1", path)
+    assert (caught.value.kind, caught.value.retryable) == ("manifest", False)
+    assert place.segments() == []
+    assert not caplog.records, "it is no fault"
 
 
 async def test_a_bad_source_heals(place: Place, client: AgentClient) -> None:

@@ -21,6 +21,7 @@ from rollout_pod.weights.push_errors import (
 )
 from rollout_pod.weights.push_link import PushLink, Refusal
 from rollout_pod.weights.pusher import Pusher
+from rollout_pod.weights.spec import Expected, UpdatesUnsupportedError
 from tests.support.fake_device import FakeDevice
 from tests.support.pods import PROMPT, Pod, pushed
 from tests.support.pushed_pod import RanksEngine, TrainerProcess, pushed_pod
@@ -135,6 +136,20 @@ async def test_a_version_that_does_not_fit_interrupts_nobody(place: Place, pod: 
             "open", "step-1", "base",
         )  # fmt: skip
         assert (await pusher.push_async("step-1", FIRST, timeout_s=20)).sent
+
+
+async def test_an_engine_that_takes_no_updates_ends_the_push_at_once(
+    place: Place, pod: Pod
+) -> None:
+    def unsupported() -> Expected:
+        raise UpdatesUnsupportedError("it was started with --enable-eplb")
+
+    place.receivers[1]._talker._expected = unsupported
+    pod.want(pushed("step-1"))
+    async with pusher_of(place) as pusher:
+        with pytest.raises(PushRefused, match="rank 1: it was started with --enable-eplb"):
+            await pusher.push_async("step-1", FIRST, timeout_s=20)
+    assert (pod.state.gate, pod.state.weight_version) == ("open", "base")
 
 
 @pytest.mark.parametrize(

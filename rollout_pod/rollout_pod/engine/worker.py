@@ -25,6 +25,7 @@ from rollout_pod.weights.loader import Expected
 from rollout_pod.weights.receiver import Receiver
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.shadow import Shadow, ShadowError
+from rollout_pod.weights.spec import UpdatesUnsupportedError
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +34,6 @@ if os.environ.get(STAGING) == "Device":
     device_slot.install()
 if SERVER_PID in os.environ:
     die_with(int(os.environ[SERVER_PID]))
-
-
-class UpdatesUnsupportedError(RuntimeError):
-    """This engine was not loaded in a way that tells what an update must bring."""
 
 
 class RolloutWorker:

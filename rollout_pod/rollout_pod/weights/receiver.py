@@ -33,7 +33,8 @@ class Receiver:
         host: named in reports.
         socket_path: where to bind; at most 107 bytes.
         shm_dir: where the sender's segments are mounted here.
-        expected: what the boot load recorded, None until it has; called on the thread.
+        expected: what the boot load recorded, None until it has; called on the thread. Raises
+            ``UpdatesUnsupportedError`` where no update can be loaded: each is rejected.
         device: the rank's GPU; without one only shared memory is possible.
     """
 

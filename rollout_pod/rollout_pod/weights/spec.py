@@ -4,6 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
+class UpdatesUnsupportedError(Exception):
+    """No manifest fits this engine, ever; the message says why, and what to start it with."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor of a checkpoint.

@@ -18,7 +18,7 @@ from rollout_pod.weights.incoming import Incoming, OrderError
 from rollout_pod.weights.manifest import Manifest, check_manifest, shorten
 from rollout_pod.weights.memory import Memories
 from rollout_pod.weights.progress import look_out
-from rollout_pod.weights.spec import Expected
+from rollout_pod.weights.spec import Expected, UpdatesUnsupportedError
 
 log = logging.getLogger(__name__)
 
@@ -308,12 +308,16 @@ class Talker:
         return wire.Refused(session=hello.session, code="busy", message=text)
 
     def _offer(self, peer: bytes, offer: wire.Offer) -> wire.Message:
-        expected = self._expected()
+        expected: Expected | None = None
+        problems: list[str] = []
+        try:
+            expected = self._expected()
+        except UpdatesUnsupportedError as error:
+            problems = [str(error)]  # no waiting heals it: an answer that ends the sender's tries
         manifest = self._greeter.held(offer)
         if manifest is None:
             text = f"manifest: {offer.same!r} is not known here; send it whole"
             return wire.Refused(session=offer.session, code="order", message=text)
-        problems: list[str] = []
         if expected is not None and not offer.same:
             problems = check_manifest(manifest, expected)
         shown = manifest
@@ -330,11 +334,11 @@ class Talker:
                 why = f": {current.failure}" if current.failure else ""
                 text = f"manifest: the session is {current.phase}{why}"
                 return wire.Refused(session=offer.session, code="order", message=text)
+            if problems:
+                return wire.Rejected(session=offer.session, problems=shorten(problems, PROBLEMS))
             if expected is None:
                 text = "the engine has not recorded its boot load yet; try again"
                 return wire.Refused(session=offer.session, code="not_ready", message=text)
-            if problems:
-                return wire.Rejected(session=offer.session, problems=shorten(problems, PROBLEMS))
             current.accept(shown)
             self._greeter.hold(manifest)
             places = self._greeter.held_places(offer)
