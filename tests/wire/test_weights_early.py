@@ -186,7 +186,7 @@ async def test_places_for_a_session_that_was_given_up_are_refused(place, gpu, mo
 
 async def test_a_token_that_could_not_be_written_is_written_again(place, gpu) -> None:
     start(place, views(place, 1))
-    trainer = sender(place, gpu)
+    trainer = sender(place, gpu, transport="cuda_ipc")  # auto would do without it
     held = gpu.give(FIRST)
     write = gpu.write
 

@@ -222,6 +222,33 @@ async def test_auto_says_why_it_is_shared_memory_and_a_named_transport_fails(
     assert theirs is None or theirs.in_use == 0
 
 
+@pytest.mark.parametrize("at", ["allocate", "export", "write"])
+async def test_a_gpu_of_the_senders_that_shares_nothing_is_no_error_of_auto(
+    place, gpu, ranks_view, at
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DeviceError("operation not supported")
+
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    held = gpu.give(FIRST)
+    before = gpu.in_use
+    setattr(gpu, at, refuse)
+    named, trainer = sender(place, gpu, transport="cuda_ipc"), sender(place, gpu)
+    with pytest.raises(DeviceError, match="operation not supported"):
+        named.send("step-0", held, timeout_s=5)
+    for number in range(2):
+        sent, loaders = await update(place, trainer, f"step-{number}", held)
+        assert (sent.transport, sent.mode) == ("shared_memory", "bucketed")
+        assert sent.reason == "the sender's GPU shares no memory: operation not supported"
+        assert same(loaders[0].model, FIRST)
+    delattr(gpu, at)
+    sent, _ = await update(place, trainer, "step-2", held)
+    assert (sent.transport, sent.reason) == ("cuda_ipc", "")
+    for each in (named, trainer):
+        each.close()
+    assert (gpu.in_use, place.segments()) == (before, [])
+
+
 async def test_shared_memory_is_pinned_once_on_both_sides(place, gpu, ranks_view) -> None:
     place.start_receivers(expected_of(FIRST), device=ranks_view)
     trainer = sender(place, gpu, transport="shared_memory")

@@ -140,6 +140,7 @@ class Session:
         *,
         device: tuple[wire.DeviceProbe, bytes] | None = None,
         fallback: bool = False,
+        reason: str = "",
         meanwhile: Meanwhile | None = None,
     ) -> None:
         """Say hello to all ranks and agree on how bytes travel: ``transport``, ``reason``.
@@ -150,6 +151,7 @@ class Session:
                 page is made for it, for which there may be no room beside full segments.
             device: ask for CUDA IPC: where the token lies, and the token.
             fallback: whether it may be shared memory if some rank cannot open ``device``.
+            reason: why ``device`` is not asked for, where it might be.
             meanwhile: called once while the ranks are asked, with a function that shows them a
                 manifest at once, if they know it, which saves ``offer`` an answer's time.
 
@@ -157,7 +159,7 @@ class Session:
             RanksError: a rank is not there, refuses, or does not see the memory.
             RoomError: no room for the page.
         """
-        self.reason = ""
+        self.reason = reason
         if device is not None:
             where, token = device
             self._hello(

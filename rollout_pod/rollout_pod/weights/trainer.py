@@ -141,7 +141,8 @@ class WeightSender:
         Raises:
             SessionError: see its kinds; the ranks were told to give up.
             RoomError: not enough shared memory for two buckets.
-            DeviceError: not enough GPU memory for two buckets, or mode ``direct`` cannot be.
+            DeviceError: not enough GPU memory for two buckets, or mode ``direct`` or a named
+                transport cannot be.
         """
         name = session or uuid.uuid4().hex
         started = time.monotonic()
@@ -238,14 +239,27 @@ class WeightSender:
             else:
                 self._session.renew(session)
             ring = self._memory.ring
+            device, why = self._token()
             self._session.greet(
                 deadline - time.monotonic(),
                 ring.segment if isinstance(ring, SegmentRing) else None,
-                device=self._memory.token() if self._transport != "shared_memory" else None,
+                device=device,
                 fallback=self._transport == "auto",
+                reason=why,
                 meanwhile=meanwhile,
             )
         return self._session
+
+    def _token(self) -> tuple[tuple[wire.DeviceProbe, bytes] | None, str]:
+        """What CUDA IPC is asked for with; None where it is not, and why not where it might be."""
+        if self._transport == "shared_memory":
+            return None, ""
+        try:
+            return self._memory.token(), ""
+        except DeviceError as error:
+            if self._transport != "auto":
+                raise
+            return None, f"the sender's GPU shares no memory: {error}"
 
     def _meanwhile(
         self,
