@@ -2,23 +2,39 @@
 
 Everything that touches a tensor passes torch's dispatcher, and this sees it: views keep the place,
 ``copy_`` carries bytes on, and whatever else reads a checkpoint's bytes makes the tensor *impure*:
-something was computed of it. A checksum is taken of every slice when it is copied, and again of
-where it is said to have arrived when the load is over: what changed on the way (scaled, permuted,
-overwritten) does not compare equal. So a plan is what was seen, and was true of this load.
+something was computed of it. So does whatever writes in place over bytes that have arrived, even
+where it happens to change none of these (zeros that are scaled, values that are clamped); beside
+them a fill may put what it likes. A checksum is taken of every slice when it is copied, and again
+of where it is said to have arrived when the load is over, for what no dispatcher sees. So a plan is
+what was seen, and was true of this load.
 """
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout_pod.weights.copies import Copy, Layout, UnplannableError, decompose
+from rollout_pod.weights.copies import (
+    MAX_ROWS,
+    Copy,
+    Layout,
+    UnplannableError,
+    decompose,
+    uncovered,
+)
 
 _COPY: Final = torch.ops.aten.copy_.default
 _CLONES: Final = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
+_FILLS: Final = frozenset(
+    {
+        torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default,
+    }
+)  # fmt: skip
+"""Of what they leave alone they change nothing: loaders zero what a vocabulary is padded with."""
 _WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 _CHUNK: Final = 1 << 22
 
@@ -52,7 +68,7 @@ class Slice:
             copies=tuple(c._replace(target=c.target + nbytes) for c in self.copies),
         )
 
-    @property
+    @cached_property
     def bounds(self) -> tuple[int, int]:
         """First byte written and the one after the last."""
         return (
@@ -139,11 +155,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         if func in _CLONES and len(given) == len(made) == 1:
             self._cloned(given[0], made[0], str(func))
         elif made or _written(func, args) or not list(_tensors(result)):
-            # what was written to is judged by its checksum, if that is all that happens to it
-            written = () if made else _written(func, args)
+            filled = _written(func, args) if func in _FILLS else []
             for tensor in given:
-                if not any(tensor is other for other in written) or _key(tensor) in self._wholes:
+                if _key(tensor) in self._wholes or not any(tensor is other for other in filled):
                     self._taint(tensor, str(func))
+                else:
+                    self._spoil(self._under(tensor), str(func))
         return result
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -156,6 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             return
         if source.dtype != target.dtype:
             self._taint(source, f"converted to {target.dtype}")
+            self._spoil(self._under(target), "written over")
             return
         if source.shape != target.shape:
             source = source.expand(target.shape)
@@ -171,6 +189,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def _arrived(self, target: torch.Tensor, source: torch.Tensor) -> None:
         whole = self._wholes.get(_key(source))
         size = target.dtype.itemsize
+        under = self._under(target)
         if whole is not None:
             try:
                 copies = decompose(
@@ -180,6 +199,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
                 )  # fmt: skip
             except UnplannableError as error:
                 self._taint(source, str(error))
+                self._spoil(under, "written over")
                 return
             new = [
                 Slice(
@@ -189,13 +209,46 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             ]  # fmt: skip
         else:
             new = self._carried(target, source)
+        # by identity: there are tensors in them
+        gone = {id(each) for each in under if new and _covers(target, each)}
+        self._spoil((each for each in under if id(each) not in gone), "written over")
         if new:
             here = self._slices.setdefault(_key(target), [])
-            if _dense(target):
-                start = int(target.storage_offset()) * size
-                end = start + target.numel() * size
-                here[:] = [s for s in here if not (start <= s.bounds[0] and s.bounds[1] <= end)]
+            here[:] = [each for each in here if id(each) not in gone]
             here.extend(new)
+
+    def _under(self, target: torch.Tensor) -> list[Slice]:
+        """What has arrived where this view writes, whole or in part."""
+        here = self._slices.get(_key(target), [])
+        if not here or not target.numel():
+            return []
+        size = target.dtype.itemsize
+        start = int(target.storage_offset()) * size
+        end = start + _span(target) * size
+        near = [s for s in here if s.bounds[0] < end and start < s.bounds[1]]
+        if not near:
+            return []
+        if _dense(target):
+            return _hit([(start, end)], near)
+        layout = Layout(start, target.stride())
+        try:
+            rows = decompose(target.shape, size, layout, layout)
+        except UnplannableError:
+            return near
+        if sum(row.rows for row in rows) > MAX_ROWS:
+            return near
+        return _hit(
+            [
+                (at, at + row.width)
+                for row in rows
+                for at in (row.target + i * row.target_pitch for i in range(row.rows))
+            ],
+            near,
+        )
+
+    def _spoil(self, slices: Iterable[Slice], what: str) -> None:
+        for each in slices:
+            self.impure.setdefault(each.name, what)
 
     def _carried(self, target: torch.Tensor, source: torch.Tensor) -> list[Slice]:
         """What came by an earlier copy goes on, if this one keeps its layout."""
@@ -253,9 +306,29 @@ def _key(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from its first to its last in memory."""
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
 def _dense(tensor: torch.Tensor) -> bool:
-    span = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return span == tensor.numel()
+    return _span(tensor) == tensor.numel()
+
+
+def _hit(ranges: Sequence[tuple[int, int]], slices: Iterable[Slice]) -> list[Slice]:
+    """Those of which there is a byte in ``ranges``, or which are too many pieces to tell."""
+    total = sum(stop - start for start, stop in ranges)
+    return [each for each in slices if uncovered(ranges, each.copies) != total]
+
+
+def _covers(target: torch.Tensor, under: Slice) -> bool:
+    """Whether a view writes all bytes of a slice."""
+    if _dense(target):
+        start = int(target.storage_offset()) * target.dtype.itemsize
+        end = start + target.numel() * target.dtype.itemsize
+        return start <= under.bounds[0] and under.bounds[1] <= end
+    place = (target.dtype, tuple(target.shape), target.stride(), target.storage_offset())
+    return place == (under.dtype, under.shape, under.strides, under.offset)
 
 
 def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
