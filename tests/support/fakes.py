@@ -31,6 +31,7 @@ from rollout_pod.engine.base import (
     RankReport,
     SleepReport,
     SleepUnsupported,
+    StagingRefused,
     TopLogProb,
 )
 from rollout_pod.engine.front_end import App, NoFrontEnd
@@ -112,6 +113,8 @@ class FakeEngine:
     """The version that waits on the device."""
     refuses_staging: str = ""
     """Raised by ``stage_weights``, whose sender is not heard of then."""
+    staging_script: list[str] = field(default_factory=list)
+    """What the next ``stage_weights`` raise when some ranks have begun; then they go well."""
     switch_script: list[str] = field(default_factory=list)
     """What the next switches do: ``untouched`` or ``midway``; then ``ok``."""
     calls: list[str] = field(default_factory=list)
@@ -336,7 +339,10 @@ class FakeEngine:
     async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:
         if self.refuses_staging:
             self.calls.append("stage refused")
-            raise EngineError(self.refuses_staging)
+            raise StagingRefused(self.refuses_staging)
+        if self.staging_script:
+            self.calls.append("stage begun in part")
+            raise EngineError(self.staging_script.pop(0))
         self.calls.append(f"stage {version}")
         self.aside = version
 

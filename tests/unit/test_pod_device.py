@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout_pod.engine.base import EngineError, StagingRefused
+from rollout_pod.engine.vllm import VllmEngine
 from rollout_pod.protocol import UpdatePhase
 from rollout_pod.supervisor import staging
 from tests.support.fakes import FakeAgent, FakeEngine, fake_tokens
@@ -91,6 +93,47 @@ async def test_a_staging_that_breaks_off_touches_nothing(tmp_path: Path) -> None
         state = await pod.serving("step-1")
         assert "load step-1" in pod.engine.calls, "the second attempt waits in host memory"
         assert "failed before" in state.update.note
+
+
+async def test_a_session_that_some_ranks_have_begun_is_loaded_by_none(tmp_path: Path) -> None:
+    engine = FakeEngine(staging_script=["another version is being staged"])
+    async with running_pod(tmp_path, engine=engine, stages_on_device=True) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.engine.calls.clear()
+        pod.agent.calls.clear()
+        pod.want(ref("step-1"))
+        state = await pod.serving("step-1")
+        assert pod.agent.calls[:4] == [
+            "stage step-1 /w/step-1", "discard", "stage step-1 /w/step-1", "send step-1 ok",
+        ]  # fmt: skip
+        assert pod.engine.calls == [
+            "stage begun in part", "pause", "load step-1", "clear", "resume",
+        ]  # fmt: skip
+        assert state.update.attempt == 1
+        assert "failed before" in state.update.note
+
+
+@pytest.mark.parametrize(
+    ("answers", "raised"),
+    [
+        (["busy", "busy"], StagingRefused),
+        (["busy", ""], EngineError),
+        (["", "busy"], EngineError),
+    ],
+)
+async def test_only_what_no_rank_has_begun_counts_as_refused(
+    answers: list[str], raised: type[EngineError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = VllmEngine.__new__(VllmEngine)
+
+    async def on_ranks(*_: object) -> list[str]:
+        return answers
+
+    monkeypatch.setattr(engine, "_on_ranks", on_ranks)
+    with pytest.raises(EngineError, match=r"^busy$") as caught:
+        await engine.stage_weights("s", version="v", timeout_s=5)
+    assert type(caught.value) is raised
 
 
 @pytest.mark.parametrize("outcome", ["untouched", "midway"])

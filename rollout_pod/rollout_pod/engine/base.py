@@ -28,6 +28,10 @@ class EngineHungError(EngineInternalError):
     """It did not answer in time. What it was asked may be done yet, or never."""
 
 
+class StagingRefused(EngineError):
+    """No rank has begun: the session can be loaded in the ordinary way."""
+
+
 class SleepUnsupported(EngineError):
     """It was not started so that it could sleep. Nothing was released, nothing is lost."""
 
@@ -348,7 +352,8 @@ class Engine(Protocol):
         reports.
 
         Raises:
-            EngineError: they cannot, with the reason.
+            StagingRefused: they cannot, with the reason, and none of them has begun.
+            EngineError: some may have begun: the session is of no use for anything else.
         """
 
     async def switch_weights(self, version: str, *, timeout_s: float) -> tuple[RankReport, ...]:

@@ -37,6 +37,7 @@ from rollout_pod.engine.base import (
     Share,
     SleepReport,
     SleepUnsupported,
+    StagingRefused,
 )
 from rollout_pod.engine.front_end import App
 from rollout_pod.engine.lifeline import Lifeline, words_of
@@ -433,7 +434,8 @@ class VllmEngine:
         )
         said = sorted({problem for problem in problems if problem})
         if said:
-            raise EngineError("; ".join(said))
+            kind = StagingRefused if all(problems) else EngineError
+            raise kind("; ".join(said))
 
     async def switch_weights(self, version: str, *, timeout_s: float) -> tuple[RankReport, ...]:
         """See ``Engine``."""

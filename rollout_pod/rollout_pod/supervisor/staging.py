@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from rollout_pod.engine.base import Engine, EngineError
+from rollout_pod.engine.base import Engine, EngineError, StagingRefused
 from rollout_pod.protocol import FetchProgress, PushOffer, UpdatePhase, UpdateState, WeightsRef
 from rollout_pod.protocol.push import OVER
 from rollout_pod.supervisor.board import Board
@@ -180,8 +180,12 @@ class Staging:
             return False, "it waits in host memory: staging it failed before"
         try:
             await self.engine.stage_weights(session, version=ref.version, timeout_s=timeout_s)
-        except EngineError as error:
+        except StagingRefused as error:
             return False, f"it waits in host memory: {error}"
+        except EngineError as error:
+            # a rank that has begun would not load the session in the ordinary way
+            await self._tell_agent(self.agent.discard(session=session))
+            raise StageError(str(error), kind="transfer", retryable=True) from error
         try:
             await self.agent.send(session=session, timeout_s=timeout_s)
         except TransferError as error:
