@@ -1,6 +1,7 @@
 """Segments and the agent's slots."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import msgpack
 import pytest
@@ -20,7 +21,14 @@ from rollout_pod.weights.buckets import make_plan
 from rollout_pod.weights.fill import Filler, SegmentRing, spec_of
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.segment import AttachError, RoomError, Segment, attach
+from rollout_pod.weights.segment import (
+    PUSH_PREFIX,
+    AttachError,
+    RoomError,
+    Segment,
+    attach,
+    remove_orphans,
+)
 from rollout_pod.weights.slots import SlotKey, Slots
 from rollout_pod.weights.wire import PROTOCOL
 
@@ -59,6 +67,74 @@ def test_a_withdrawn_segment_gives_its_pages_back_under_a_read(tmp_path: Path) -
         os.close(fd)
         os.close(witness)
         segment.withdraw()
+
+
+MAKES_A_RING = """
+import sys
+from pathlib import Path
+from rollout_pod.weights.fill import SegmentRing
+from rollout_pod.weights.segment import PUSH_PREFIX
+ring = SegmentRing(Path(sys.argv[1]), PUSH_PREFIX, 10_000)
+print(ring.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_sender_leaves_is_removed_and_nothing_of_a_living_one(tmp_path: Path) -> None:
+    senders = [
+        subprocess.Popen(
+            [sys.executable, "-c", MAKES_A_RING, str(tmp_path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        names = [sender.stdout.readline().strip() for sender in senders]
+        mine = SegmentRing(tmp_path, PUSH_PREFIX, 10_000)
+        others = [tmp_path / "rollout-ffffffffffff-1", tmp_path / f"{PUSH_PREFIX}being-made"]
+        others[0].write_bytes(b"of an agent")
+        others[1].touch()
+        alive = {*names, mine.name, *(path.name for path in others)}
+        assert remove_orphans(tmp_path, PUSH_PREFIX) == ()
+        mapped = attach(tmp_path, names[0])
+        senders[0].kill()
+        senders[0].wait(10)
+        assert {path.name for path in tmp_path.iterdir()} == alive
+
+        second = SegmentRing(tmp_path, PUSH_PREFIX, 10_000)
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == alive - {names[0]} | {second.name}
+        assert mapped.map[:1] == b"\0", "whoever has it mapped keeps it"
+        mapped.close()
+        for ring in (mine, second):
+            ring.close()
+    finally:
+        for sender in senders:
+            sender.kill()
+            sender.communicate(timeout=10)
+    assert remove_orphans(tmp_path, PUSH_PREFIX) == (names[1],)
+
+
+def test_a_segment_has_no_size_before_it_is_locked(tmp_path: Path, monkeypatch) -> None:
+    """Or a sender that looks in between would remove it."""
+    found: list[tuple[str, ...]] = []
+
+    def look_before(module: ModuleType, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: int) -> None:
+            monkeypatch.setattr(module, name, original)
+            found.append(remove_orphans(tmp_path, "s"))
+            original(*args)
+
+        monkeypatch.setattr(module, name, call)
+
+    look_before(fcntl, "flock")
+    look_before(os, "posix_fallocate")
+    segment = Segment.create(tmp_path, "s", 10_000)
+    assert found == [(), ()]
+    assert segment.path.exists()
+    segment.close()
 
 
 @pytest.mark.parametrize("name", ["../s", "a/b", ".s", "", "..", "s2", "empty", "link", "dir"])

@@ -16,6 +16,7 @@ from rollout_pod.weights.agent import AgentError, run_agent
 from rollout_pod.weights.agent_client import AgentClient, StageError, TransferError
 from rollout_pod.weights.buckets import WINDOW
 from rollout_pod.weights.report import LoadReport
+from rollout_pod.weights.segment import PUSH_PREFIX, Segment
 from rollout_pod.weights.spec import Expected, UpdatesUnsupportedError
 from tests.support.weights import (
     Gate,
@@ -404,12 +405,18 @@ async def test_stale_files_and_a_second_agent(place: Place, client: AgentClient)
             dead.bind(str(stale))
     foreign = place.shm_dir / "rollout-ffffffffffff-1"
     foreign.write_bytes(b"of another pod that shares the memory")
+    orphan = place.shm_dir / f"{PUSH_PREFIX}1"
+    orphan.write_bytes(b"of a trainer that was killed")
+    alive = Segment.create(place.shm_dir, f"{PUSH_PREFIX}2", 1)
     place.start_receivers(expected_of(tensors))
     place.start_agent()
     await repair(client, place, path, tensors)
     with pytest.raises(AgentError, match="another agent"):
         await run_agent(place.run_dir, place.shm_dir, 1 << 20, asyncio.Event())
     assert foreign.exists()
+    assert not orphan.exists()
+    assert alive.path.exists()
+    alive.close()
 
 
 async def test_agent_stops_on_request(place: Place, client: AgentClient) -> None:

@@ -17,6 +17,7 @@ import zmq.asyncio
 from rollout_pod.weights import agent_wire, transport
 from rollout_pod.weights.agent_failures import failed, failure, reports, unknown
 from rollout_pod.weights.reading import Readers
+from rollout_pod.weights.segment import PUSH_PREFIX, remove_orphans
 from rollout_pod.weights.slots import Slots
 from rollout_pod.weights.staging import Job, StagedResult
 from rollout_pod.weights.wire import Message, WireError, encode, unpack
@@ -132,6 +133,9 @@ class _Agent:
         self._slots = Slots(shm_dir, prefix, host_memory)
         if self._slots.stale:
             log.info("removed %d segments of an agent before", len(self._slots.stale))
+        orphans = remove_orphans(shm_dir, PUSH_PREFIX)
+        if orphans:
+            log.info("removed %d segments of trainers that are gone", len(orphans))
         self.readers = Readers()
         self.worn = asyncio.Event()
         """Too many reads hang."""

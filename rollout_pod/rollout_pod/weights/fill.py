@@ -17,7 +17,7 @@ from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.pinned import pin, runs, unpin
 from rollout_pod.weights.progress import SENDER, Counters
 from rollout_pod.weights.replay import HostReplayer, KernelReplayer, Prepared, Replayer
-from rollout_pod.weights.segment import Segment, address_of
+from rollout_pod.weights.segment import Segment, address_of, remove_orphans
 from rollout_pod.weights.spec import TensorSpec
 
 
@@ -97,6 +97,7 @@ class SegmentRing:
 
     def __init__(self, shm_dir: Path, prefix: str, size: int, device: Device | None = None) -> None:
         self.size = align(size)
+        remove_orphans(shm_dir, prefix)  # a sender before this one may have been killed
         self.segment = Segment.create(
             shm_dir, f"{prefix}{secrets.token_hex(8)}", WINDOW * self.size
         )

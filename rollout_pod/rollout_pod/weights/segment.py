@@ -6,14 +6,18 @@ resource tracker removes segments that another process still needs.
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
+import stat
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
 MIN_BYTES: Final = mmap.PAGESIZE
+PUSH_PREFIX: Final = "rollout-push-"
+"""Of the names of what senders make; the agent's have one of their own."""
 _NO_RESERVE: Final = 0x4000  # MAP_NORESERVE, which Python 3.11 does not name
 
 
@@ -34,7 +38,9 @@ class AttachError(Exception):
 
 @dataclass
 class Segment:
-    """A segment that this process made, mapped for writing."""
+    """A segment that this process made, mapped for writing. Its file is locked from before it has a
+    size until it is unmapped or its maker (and whoever was forked of that) is gone.
+    """
 
     path: Path
     size: int
@@ -54,8 +60,9 @@ class Segment:
         check_free(shm_dir, size)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(fd, 0, size)
-            mapped = mmap.mmap(fd, size)
+            mapped = mmap.mmap(fd, size)  # with a duplicate of fd, which keeps the lock
         except OSError as error:
             path.unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -160,6 +167,36 @@ def _full(shm_dir: Path, size: int) -> str:
         f"{shm_dir}: {size} bytes are needed, {room.f_bavail * room.f_frsize} of "
         f"{room.f_blocks * room.f_frsize} are free; give the memory volume a larger sizeLimit"
     )
+
+
+def remove_orphans(shm_dir: Path, prefix: str) -> tuple[str, ...]:
+    """Remove what dead processes left under ``prefix``, which living ones use too; returns the
+    names. Ranks that have one mapped keep it until they see that its name is gone.
+    """
+    removed: list[str] = []
+    for path in shm_dir.iterdir():
+        if path.name.startswith(prefix) and _is_orphan(path):
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return tuple(removed)
+
+
+def _is_orphan(path: Path) -> bool:
+    try:
+        status = path.lstat()
+        # one without a size may be about to be locked, and takes no memory
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            return False
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False  # gone, or another user's
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False  # its maker lives
+    finally:
+        os.close(fd)
+    return True
 
 
 def remove_stale(shm_dir: Path, prefix: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from rollout_pod.weights.manifest import Manifest, shorten
 from rollout_pod.weights.peer import RankPeer
 from rollout_pod.weights.progress import Counters, look_out, watch
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.segment import Segment
+from rollout_pod.weights.segment import PUSH_PREFIX, Segment, remove_orphans
 
 TICK_S: Final = 0.1
 """How soon a cancelled session notices."""
@@ -85,7 +85,7 @@ class Session:
     paths: Sequence[Path]
     shm_dir: Path
     cancel: threading.Event = field(default_factory=threading.Event)
-    prefix: str = "rollout-push-"
+    prefix: str = PUSH_PREFIX
     ranks: Sequence[int] | None = None
     world: int = 0
     transport: wire.Transport = field(default="shared_memory", init=False)
@@ -173,6 +173,7 @@ class Session:
             self.reason = "; ".join(shorten(unfit, 4))
         own: Segment | None = None
         if probe is None:
+            remove_orphans(self.shm_dir, self.prefix)  # they may be all of the memory
             name = f"{self.prefix}probe-{secrets.token_hex(8)}"
             probe = own = Segment.create(self.shm_dir, name, TOKEN_BYTES)
             own.map[:TOKEN_BYTES] = secrets.token_bytes(TOKEN_BYTES)
