@@ -449,6 +449,8 @@ def test_a_reader_that_goes_leaves_nothing(pod: ServeProcess, streams: bool) -> 
         ({"stop_token_ids": [-1]}, 400),
         ({"allowed_token_ids": [1 << 30]}, 400),
         ({"logprobs": 1000}, 400),
+        ({"structured_outputs": ""}, 400),
+        ({"structured_outputs": [1]}, 400),
     ],
 )
 def test_bad_input(pod: ServeProcess, bad: dict[str, Any], status: int) -> None:

@@ -1,9 +1,13 @@
 """vLLM's own server app on the gated client: the routes of the allow-list, nothing else of it."""
 
 import logging
+import traceback
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from rollout_pod.engine.base import EngineDeadError
 from rollout_pod.engine.front_end import ROUTES, App, NoFrontEnd
@@ -87,6 +91,9 @@ class FrontEnd:
         args.structured_outputs_config = llm.vllm_config.structured_outputs_config
         app = build_app(args, tasks, llm.model_config)
         app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in ROUTES]
+        for kind in (AttributeError, KeyError):  # vLLM does it for TypeError
+            app.add_exception_handler(kind, _misread)
+        app.middleware_stack = app.build_middleware_stack()  # it had been built already
         await init_app_state(client, app.state, args, tasks)
         # its handlers would end the server of a dead engine; ours has its own supervisor
         app.state.server = SimpleNamespace(should_exit=False)
@@ -96,3 +103,19 @@ class FrontEnd:
     def _fail(self, error: Exception) -> None:
         self._why_not = f"vLLM's server did not start: {type(error).__name__}: {words_of(error)}"
         log.error("no OpenAI routes: %s", self._why_not, exc_info=error)
+
+
+async def _misread(_: Request, error: Exception) -> JSONResponse:
+    """VLLM's request models look into values before their types are checked, and trip over others:
+    that is the caller's mistake. All else stays what it is.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not any(frame.filename.endswith("/protocol.py") for frame in frames):
+        raise error
+    told = {
+        "message": f"a field has a value of another type than its own: {error}",
+        "type": "BadRequestError",
+        "param": None,
+        "code": 400,
+    }
+    return JSONResponse({"error": told}, 400)
