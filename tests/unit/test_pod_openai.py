@@ -124,6 +124,16 @@ async def paused(pod: Pod) -> None:
     await pod.until(lambda s: s.phase == "Paused")
 
 
+async def pause_twice(pod: Pod) -> None:
+    """For 0.1 s each."""
+    for _ in range(2):
+        pod.want(paused=True)
+        await paused(pod)
+        await asyncio.sleep(0.1)
+        pod.want()
+        await asyncio.sleep(0.02)
+
+
 def check(tokens: list[int], spans: list[dict[str, Any]]) -> None:
     """Each token is of the version that its span names."""
     history, at = list(PROMPT), 0
@@ -224,12 +234,7 @@ async def test_the_deadline_counts_all_waits_and_no_generation(
     headers = {"X-Rollout-Timeout-S": "0.15"}
     asking = asyncio.create_task(data.post(PATH, json={"stream": True}, headers=headers))
     await running(pod)
-    for _ in range(2):
-        pod.want(paused=True)
-        await paused(pod)
-        await asyncio.sleep(0.1)
-        pod.want()
-        await asyncio.sleep(0.02)
+    await pause_twice(pod)
     first, *_, last = events(await asking)
     assert first["choices"][0]["token_ids"]
     assert last["error"] == {
@@ -259,12 +264,7 @@ async def test_time_at_the_gate_counts_once_for_all_sequences(pod: Pod) -> None:
 
     sequences = [asyncio.create_task(sequence()) for _ in range(4)]
     await running(pod)
-    for _ in range(2):
-        pod.want(paused=True)
-        await paused(pod)
-        await asyncio.sleep(0.1)
-        pod.want()
-        await asyncio.sleep(0.02)
+    await pause_twice(pod)
     assert await asyncio.gather(*sequences) == [N] * 4
 
 

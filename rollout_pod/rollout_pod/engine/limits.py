@@ -63,7 +63,7 @@ def check_values(values: Mapping[str, Any], *, vocab_size: int, has_tokenizer: b
 
 
 def _check_encodable(name: str, value: Any) -> None:
-    """VLLM finds out when it hands the request to its engine, and keeps the request for ever."""
+    """Else vLLM finds out when it hands the request to its engine, and keeps it for ever."""
     try:
         msgspec.msgpack.encode(value, enc_hook=lambda _: None)
     except (OverflowError, UnicodeEncodeError, RecursionError) as error:

@@ -106,8 +106,8 @@ class FrontEnd:
 
 
 async def _misread(_: Request, error: Exception) -> JSONResponse:
-    """VLLM's request models look into values before their types are checked, and trip over others:
-    that is the caller's mistake. All else stays what it is.
+    """The request models of vLLM look into values before their types are checked, and trip over
+    others: that is the caller's mistake. All else stays what it is.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not any(frame.filename.endswith("/protocol.py") for frame in frames):
