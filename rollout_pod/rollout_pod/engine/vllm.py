@@ -84,6 +84,11 @@ async def _abort_all(llm: Any) -> None:
     await llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
 
 
+async def _until_empty(outputs: "asyncio.Queue[Any]") -> None:
+    while not outputs.empty():  # whoever reads them runs between two of these looks
+        await asyncio.sleep(0)
+
+
 def create(settings: EngineSettings) -> "VllmEngine":
     """The entry point ``vllm`` of the group ``rollout_pod.engines``."""
     return VllmEngine(settings)
@@ -130,6 +135,9 @@ class VllmEngine:
                 if (death := self._lifeline.death()) is not None:
                     raise EngineStartError(death)
             info = self._constructing.result()
+            # vLLM reads outputs from its first request on. Where other processes make all requests
+            # there is none here, and a step's statistics would stay in the queue, for ever.
+            self._llm._run_output_handler()
             if self._share is None:
                 await self._start_receivers()
                 await self._load_adapters()
@@ -168,9 +176,8 @@ class VllmEngine:
         llm = self._alive()
         # the answer comes through this client's own socket, behind all outputs
         await self._lifeline.call(llm.is_paused(), "say whether it is paused", _CALL_S)
-        while not llm.engine_core.outputs_queue.empty():
-            self._alive()  # a dead engine's outputs are read by nobody
-            await asyncio.sleep(0)
+        taking = _until_empty(llm.engine_core.outputs_queue)
+        await self._lifeline.call(taking, "hand its outputs over", _CALL_S)
         await asyncio.sleep(_OUTPUTS_S)
 
     def run_ranks(self) -> None:
