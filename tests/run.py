@@ -5,6 +5,7 @@ no test, did not end in time or left no report counts as failed.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,16 +13,16 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET  # the reports are pytest's own
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES_S: Mapping[str, float] = {
-    "unit": 500, "wire": 480, "engine": 1500, "verl": 270, "cluster": 1250
+    "unit": 350, "wire": 480, "engine": 1650, "verl": 300, "cluster": 1500
 }  # fmt: skip
 """What each tier gets in any case: about what it takes."""
-SPARE_S: float = 1100
+SPARE_S: float = 820
 """For whichever tiers take longer, in their order: machines differ by half. With environment, lint
 and demo all of it keeps CI under 90 minutes where Kubernetes was built before."""
 TOGETHER: Mapping[str, Sequence[str]] = {
@@ -31,6 +32,11 @@ TOGETHER: Mapping[str, Sequence[str]] = {
 }
 """Tiers whose files may run beside each other: the cluster's and verl's share one cluster, one pod.
 The engine's begin with the longest ones (tests/engine/conftest.py)."""
+REPORTS = ("-q", "-rfEs", "--durations=5")
+PATIENT = "unit/test_operator_chaos.py"
+"""Computes for minutes in virtual time, so that it may wait for a processor as long as it likes."""
+IDLE = "cluster"
+"""The tier that leaves the processors idle half of its time."""
 ENVIRONMENTS: Mapping[str, str] = {"verl": "verl_env"}
 """Tiers that do not run in .venv, and the script that makes what they run in."""
 GRACE_S = 30.0
@@ -48,11 +54,63 @@ class Result:
     skipped: int = 0
     trouble: str = ""
     """Why the tier failed apart from its tests; empty where it did not."""
+    is_beside: bool = False
+    """It ran while another tier did: its time is not added to the others'."""
 
     @property
     def ok(self) -> bool:
         """Some test ran and nothing failed."""
         return not self.failed and not self.trouble
+
+
+class Run:
+    """One pytest and its report. Leaving the block ends it and all that it started."""
+
+    def __init__(self, tier: str, command: Sequence[str]) -> None:
+        """Start it; ``command`` without the report's place."""
+        self._tier = tier
+        self._started = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="rollout-tests-")
+        self._report = Path(self._folder.name) / "report.xml"
+        self._process = subprocess.Popen(
+            [*command, f"--junitxml={self._report}"], cwd=ROOT, start_new_session=True
+        )
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def result(self, deadline_s: float) -> Result:
+        """Wait for its end; at the deadline, counted from its start, it is ended."""
+        left = self._started + deadline_s - time.monotonic()
+        status, trouble = 0, ""
+        try:
+            status = self._process.wait(max(0.0, left))
+        except subprocess.TimeoutExpired:
+            trouble = f"did not end within {deadline_s:.0f} s"
+            print(f"\n{self._tier}: {deadline_s:.0f} s are over", file=sys.stderr, flush=True)
+            self._end()
+        seconds = time.monotonic() - self._started
+        passed, failed, skipped = read_report(self._report)
+        if not trouble and not passed + failed:
+            trouble = f"ran no test (pytest's exit status {status})"
+        elif not trouble and status and not failed:
+            trouble = f"pytest's exit status was {status}"
+        return Result(
+            tier=self._tier, seconds=seconds, passed=passed, failed=failed, skipped=skipped,
+            trouble=trouble,
+        )  # fmt: skip
+
+    def _end(self) -> None:
+        """Its whole process group; pytest may say first where it stands."""
+        for number in (signal.SIGINT, signal.SIGKILL):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(GRACE_S)
 
 
 def run_tier(tier: str, *, deadline_s: float, tests: Path, args: Sequence[str] = ()) -> Result:
@@ -62,23 +120,31 @@ def run_tier(tier: str, *, deadline_s: float, tests: Path, args: Sequence[str] =
         python = interpreter(tier)
     except EnvironmentFailed as error:
         return Result(tier=tier, seconds=time.monotonic() - started, trouble=str(error))
-    with tempfile.TemporaryDirectory(prefix="rollout-tests-") as folder:
-        report = Path(folder) / "report.xml"
-        command = [python, "-m", "pytest", str(tests / tier), f"--junitxml={report}"]
-        command += [*TOGETHER.get(tier, ()), "-q", "-rfEs", "--durations=5", *args]
-        status = _bounded(command, deadline_s)
-        seconds = time.monotonic() - started
-        passed, failed, skipped = read_report(report)
-    trouble = ""
-    if status is None:
-        trouble = f"did not end within {deadline_s:.0f} s"
-    elif not passed + failed:
-        trouble = f"ran no test (pytest's exit status {status})"
-    elif status and not failed:
-        trouble = f"pytest's exit status was {status}"
-    return Result(
-        tier=tier, seconds=seconds, passed=passed, failed=failed, skipped=skipped, trouble=trouble
-    )
+    command = [python, "-m", "pytest", str(tests / tier), *TOGETHER.get(tier, ()), *REPORTS, *args]
+    with Run(tier, command) as run:
+        return run.result(deadline_s)
+
+
+def run_tiers(
+    tiers: Sequence[str], tests: Path, args: Sequence[str], *, deadline_s: float | None = None
+) -> Iterator[Result]:
+    """Run them one after the other, and ``PATIENT`` beside ``IDLE`` where both are asked for."""
+    patient = tests / PATIENT
+    apart = IDLE in tiers and PATIENT.split("/")[0] in tiers and not args and patient.exists()
+    done: list[Result] = []
+    for tier in tiers:
+        print(f"== {tier}", flush=True)
+        within_s = deadline_s or deadline_of(tier, done)
+        with contextlib.ExitStack() as stack:
+            beside = None
+            if apart and tier == IDLE:
+                command = ["nice", "-n19", sys.executable, "-m", "pytest", str(patient), *REPORTS]
+                beside = stack.enter_context(Run("chaos", command))
+            elsewhere = [f"--ignore={patient}"] if apart and tier != IDLE else []
+            done.append(run_tier(tier, deadline_s=within_s, tests=tests, args=[*elsewhere, *args]))
+            yield done[-1]
+            if beside is not None:
+                yield replace(beside.result(within_s), is_beside=True)
 
 
 def deadline_of(tier: str, before: Sequence[Result]) -> float:
@@ -107,26 +173,6 @@ def interpreter(tier: str) -> str:
     return str(ROOT / f".venv-{tier}" / "bin" / "python")
 
 
-def _bounded(command: Sequence[str], deadline_s: float) -> int | None:
-    """The exit status, or None where the deadline ended it. Its whole process group is ended."""
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-    try:
-        return process.wait(deadline_s)
-    except subprocess.TimeoutExpired:
-        print(f"\n{command[3]}: {deadline_s:.0f} s are over", file=sys.stderr, flush=True)
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return None
-    except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGINT)
-        process.wait()
-        raise
-
-
 def read_report(report: Path) -> tuple[int, int, int]:
     """Passed, failed (errors too) and skipped (expected failures too) of a JUnit report."""
     if not report.exists():
@@ -149,7 +195,7 @@ def summary(results: Sequence[Result]) -> list[str]:
     ]
     failed = sum(max(r.failed, bool(r.trouble)) for r in results)
     passed, skipped = sum(r.passed for r in results), sum(r.skipped for r in results)
-    total = f"{'all':<8} {sum(r.seconds for r in results):7.1f} s"
+    total = f"{'all':<8} {sum(r.seconds for r in results if not r.is_beside):7.1f} s"
     return [*lines, total, f"{passed} passed, {failed} failed, {skipped} skipped"]
 
 
@@ -163,11 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [tier for tier in chosen.tiers if tier not in SHARES_S]
     if unknown:
         parser.error(f"no tier is called {', '.join(unknown)}; there are {', '.join(SHARES_S)}")
-    results: list[Result] = []
-    for tier in chosen.tiers or SHARES_S:
-        print(f"== {tier}", flush=True)
-        deadline_s = chosen.deadline or deadline_of(tier, results)
-        results.append(run_tier(tier, deadline_s=deadline_s, tests=chosen.tests, args=args))
+    tiers = chosen.tiers or list(SHARES_S)
+    results = list(run_tiers(tiers, chosen.tests, args, deadline_s=chosen.deadline))
     print("\n" + "\n".join(summary(results)), flush=True)
     return 0 if all(result.ok for result in results) else 1
 

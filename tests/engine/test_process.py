@@ -35,6 +35,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+one_process = pytest.mark.parametrize("pod", ["one process"], indirect=True)
+"""For what is no other with several."""
+
+
 @pytest.fixture(scope="module", params=["one process", "two front ends"])
 def pod(request: pytest.FixtureRequest, base: Path, versions: Path) -> Iterator[ServeProcess]:
     args = BASE_ARGS if request.param == "one process" else (*BASE_ARGS, "--api-server-count=2")
@@ -156,6 +160,7 @@ def test_streams(pod: ServeProcess, versions: Path) -> None:
         assert (name, data["cancel_reason"]) == ("end", "cancelled")
 
 
+@one_process
 def test_top_log_probs(pod: ServeProcess, versions: Path) -> None:
     assert pod.cli("update", "step-1").returncode == 0
     prompt = prompts(1)[0]
@@ -174,6 +179,7 @@ def test_top_log_probs(pod: ServeProcess, versions: Path) -> None:
         assert value == pytest.approx(expected[i, token].item(), abs=1e-3)
 
 
+@one_process
 @pytest.mark.parametrize("fault", ["missing", "extra", "shape", "truncated"])
 def test_a_broken_source_loads_nothing(
     pod: ServeProcess, base: Path, versions: Path, tmp_path: Path, fault: str

@@ -20,6 +20,12 @@ def runner():
     del sys.modules[spec.name]
 
 
+@pytest.fixture(autouse=True)
+def few_plugins(monkeypatch):
+    """Its import takes three seconds, in every process of every test here."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:schemathesis")
+
+
 def run(tests: Path, *args: str) -> tuple[int, list[str]]:
     command = [sys.executable, str(SCRIPT), "--tests", str(tests), *args, "-p", "no:cacheprovider"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -83,7 +89,7 @@ def test_all_deadlines_leave_ci_time_for_the_rest(runner):
 
 @pytest.mark.parametrize(
     ("over", "left"),
-    [((), 1100), ((0,), 1100), ((-50,), 1150), ((450,), 650), ((0, 1100), 0), ((1300,), 0)],
+    [((), 820), ((0,), 820), ((-50,), 870), ((450,), 370), ((0, 820), 0), ((1000,), 0)],
 )
 def test_what_a_tier_leaves_is_for_those_after_it(runner, over, left):
     tiers = list(runner.SHARES_S)
@@ -93,6 +99,29 @@ def test_what_a_tier_leaves_is_for_those_after_it(runner, over, left):
     ]
     tier = tiers[len(over)]
     assert runner.deadline_of(tier, before) == runner.SHARES_S[tier] + left
+
+
+def test_what_only_computes_runs_beside_the_tier_that_waits(tmp_path, runner):
+    tier(tmp_path, "unit", PASSES)
+    (tmp_path / runner.PATIENT).write_text("import os\ndef test_p(): assert os.nice(0) == 19\n")
+    tier(tmp_path, "cluster", PASSES)
+    done = list(runner.run_tiers(["unit", "cluster"], tmp_path, ()))
+    assert [(r.tier, r.passed, r.failed) for r in done] == [
+        ("unit", 1, 0), ("cluster", 1, 0), ("chaos", 1, 0)
+    ]  # fmt: skip
+    apart = sum(r.seconds for r in done[:2])
+    assert runner.summary(done)[-2] == f"{'all':<8} {apart:7.1f} s"
+    alone = list(runner.run_tiers(["unit"], tmp_path, ()))
+    assert [(r.tier, r.passed, r.failed) for r in alone] == [("unit", 1, 1)]
+
+
+def test_what_hangs_beside_a_tier_is_ended_and_fails(tmp_path, runner):
+    tier(tmp_path, "unit", PASSES)
+    (tmp_path / runner.PATIENT).write_text("import time\ndef test_p(): time.sleep(90)\n")
+    tier(tmp_path, "cluster", PASSES)
+    *_, beside = runner.run_tiers(["unit", "cluster"], tmp_path, (), deadline_s=20)
+    assert (beside.tier, beside.ok) == ("chaos", False)
+    assert beside.trouble == "did not end within 20 s"
 
 
 def test_a_tier_whose_environment_cannot_be_made_fails(tmp_path, runner, monkeypatch):
