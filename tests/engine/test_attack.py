@@ -1,15 +1,14 @@
-"""Operations as in ``tests/unit/test_pod_attack.py``, and a soak, on the real engine.
+"""A sample of the sequences of ``tests/unit/test_pod_attack.py``, and a soak, on the real engine.
 
 ``ATTACK_SEED`` picks other sequences, ``SOAK_SECONDS`` a longer soak.
 """
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from benchmarks.soak import ENGINE_ARGS, soak
 from examples.tiny_models import make
@@ -19,22 +18,9 @@ from tests.support.process import ServeProcess, serve_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-SEQUENCES = 4
-OPERATIONS = 60
 SOAK_S = float(os.environ.get("SOAK_SECONDS", "60"))
 MEMORY = 48 << 20
 """Bytes that a process of the pod may grow by in so short a time."""
-
-faults = st.sampled_from(
-    [attack.AgentFault("stage fails"), attack.AgentFault("loses its sessions")]
-)
-operations = st.lists(
-    st.one_of(
-        attack.documents, attack.documents, attack.late_documents, attack.any_requests,
-        attack.any_requests, attack.any_requests, attack.ends, faults, attack.lets, attack.lets,
-    ),
-    min_size=OPERATIONS, max_size=OPERATIONS,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -60,32 +46,22 @@ def test_whatever_comes_no_mix_is_served_and_the_newest_document_wins(
 ) -> None:
     """Every token is transformers' greedy one under the version that its span names."""
 
-    @seed(int(os.environ.get("ATTACK_SEED", "1")))
-    @settings(
-        max_examples=SEQUENCES, phases=[Phase.generate], database=None, deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(operations)
-    def one(sequence: list[attack.Operation]) -> None:
-        import asyncio
+    async def run(sequence: list[attack.Operation]) -> AttackedProcess:
+        async with AttackedProcess(pod, versions) as attacked:
+            for operation in sequence:
+                await attacked.apply(operation)
+            await attacked.settle(attack.PutDocument("step-2"))
+            await attacked.settle(attack.PutDocument("step-1"))
+            return attacked
 
-        async def run() -> AttackedProcess:
-            async with AttackedProcess(pod, versions) as attacked:
-                for operation in sequence:
-                    await attacked.apply(operation)
-                await attacked.settle(attack.PutDocument("step-2"))
-                await attacked.settle(attack.PutDocument("step-1"))
-                return attacked
-
-        attacked = asyncio.run(run())
+    for sequence in attack.sample():
+        attacked = asyncio.run(run(sequence))
         attacked.load.check()
         assert (attacked.load.lost, attacked.load.mixed) == (0, 0)
         print(
             f"{attacked.documents} documents, {attacked.faults} faults, "
             f"{attacked.load.tokens} tokens, {attacked.load.checked} checked"
         )
-
-    one()
     assert pod.metric("rollout_unfinished ") == pod.metric("rollout_parked ") == 0
 
 

@@ -4,9 +4,11 @@ The same operations drive a pod around the fakes (``attacked_pod``) and one arou
 (``attacked_process``). What refers to a caller counts from the newest one backwards.
 """
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from rollout_pod.protocol import BASE_VERSION, DesiredDocument, WeightsRef, WeightsSource
@@ -270,3 +272,35 @@ lets = st.builds(
     seconds=st.sampled_from([0, 0, 0, 0.02, 0.06, 0.1, 0.3, 3, 3, 30, 200]),
 )
 moments = st.builds(Let, turns=st.integers(0, 9), seconds=st.sampled_from([0, 0, 0.02, 0.1]))
+
+
+# no fault that the real engine would have to be patched for
+real_faults = st.sampled_from([AgentFault("stage fails"), AgentFault("loses its sessions")])
+sequences = st.lists(
+    st.one_of(
+        documents, documents, late_documents, any_requests, any_requests, any_requests, ends,
+        real_faults, lets, lets,
+    ),
+    min_size=60, max_size=60,
+)  # fmt: skip
+
+
+SAMPLE = 4
+
+
+def sample() -> list[list[Operation]]:
+    """The sequences that the fakes and the real engine get alike; ``ATTACK_SEED`` gives others."""
+    found: list[list[Operation]] = []
+
+    @seed(int(os.environ.get("ATTACK_SEED", "1")))
+    @settings(
+        max_examples=SAMPLE, phases=[Phase.generate], database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(sequences)
+    def collect(sequence: list[Operation]) -> None:
+        found.append(sequence)
+
+    collect()
+    assert len(found) == SAMPLE, "Hypothesis gave fewer than asked for"
+    return found

@@ -128,3 +128,19 @@ def test_whatever_comes_the_invariants_hold_and_the_newest_document_wins(machine
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.parametrize("front_ends", [0, 2])
+@pytest.mark.parametrize("number", range(attack.SAMPLE))
+def test_the_same_as_on_the_real_engine(number, front_ends) -> None:
+    """tests/engine/test_attack.py does the same operations in the same order."""
+    pod = AttackedPod(front_ends=front_ends)
+    try:
+        for operation in attack.sample()[number]:
+            pod.apply(operation)
+        pod.settle(attack.PutDocument("step-2"))
+        pod.settle(attack.PutDocument("step-1"))
+    except BaseException:
+        pod.abandon()
+        raise
+    pod.close()
