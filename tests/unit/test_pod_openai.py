@@ -155,7 +155,8 @@ def problem(answer: httpx.Response, status: int) -> Problem:
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    told = [event for event in answer.text.split("\n\n") if event and not event.startswith(":")]
+    lines = [event.removeprefix("data: ") for event in told]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
@@ -390,6 +391,26 @@ async def test_a_reader_that_takes_nothing_is_cut(
         while not registry.get_sample_value("rollout_requests_total", cut):
             await asyncio.sleep(0)
     assert pod.engine.running == pod.supervisor.gate.unfinished == 0
+
+
+async def test_a_stream_that_waits_at_the_gate_says_that_it_goes_on(
+    pod: Pod, data: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_answer, "HEARTBEAT_S", 0.03)
+    asking = asyncio.create_task(data.post(PATH, json={"stream": True}))
+    await running(pod)
+    pod.want(paused=True)
+    await paused(pod)
+    await asyncio.sleep(0.3)
+    pod.want()
+    answer = await asking
+    first, *beats, rest = answer.text.split(": ping\n\n")
+    assert beats and not any(beats)
+    tokens = [
+        token for event in events(answer) for c in event["choices"] for token in c["token_ids"]
+    ]
+    assert len(tokens) == N
+    assert '"token_ids":[' in first and rest.endswith("data: [DONE]\n\n")
 
 
 async def test_before_the_first_version(tmp_path: Path) -> None:

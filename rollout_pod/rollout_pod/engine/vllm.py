@@ -85,7 +85,8 @@ async def _abort_all(llm: Any) -> None:
 
 
 async def _until_empty(outputs: "asyncio.Queue[Any]") -> None:
-    while not outputs.empty():  # whoever reads them runs between two of these looks
+    # whoever reads them runs between two of these looks
+    while not outputs.empty():  # noqa: ASYNC110 - vLLM sets no event when it has taken the last
         await asyncio.sleep(0)
 
 

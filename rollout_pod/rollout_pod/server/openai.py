@@ -85,6 +85,7 @@ class _Endpoint:
         finally:
             CALL.reset(token)
             call.leave()
+            await answer.close()
             if call.error is not None:
                 problem = problem_of(call.error)
                 pod.metrics.answered(problem.code)

@@ -2,7 +2,9 @@
 
 Weight versions go into a field of their own; an error of the pod's (paused too long, draining) is
 answered as a problem, where nothing has been sent yet. A reader whose socket takes nothing for
-``SEND_TIMEOUT_S`` is cut, as one of the pod's own streams is.
+``SEND_TIMEOUT_S`` is cut, as one of the pod's own streams is. Where a stream that has begun is
+silent (the gate is closed), comments say that it goes on: clients skip them, and no proxy takes the
+connection for dead.
 """
 
 import asyncio
@@ -17,13 +19,14 @@ from starlette.types import Message, Send
 from rollout_pod.openai_call import GatedCall
 from rollout_pod.protocol import ChoiceWeightVersionSpan
 from rollout_pod.server.problems import problem_of, respond
-from rollout_pod.server.streaming import SEND_TIMEOUT_S
+from rollout_pod.server.streaming import HEARTBEAT_S, SEND_TIMEOUT_S
 
 _UNAVAILABLE = 503
 _FINISHES = re.compile(rb'"finish_reason":\s*"')
 _NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
 _DATA = b"data: "
 _END = b"\n\n"
+_BEAT = b": ping\n\n"
 
 
 class Answer:
@@ -42,6 +45,8 @@ class Answer:
         self._start: Message | None = None
         self._body = b""
         self._is_replaced = False
+        self._is_silent = True
+        self._beats: asyncio.Task[None] | None = None
         self.is_begun = False
         """Something was sent."""
 
@@ -60,6 +65,10 @@ class Answer:
         elif self._media_type() == "text/event-stream":
             await self._begin()
             body = message.get("body", b"")
+            if not message.get("more_body", False):
+                await self.close()
+            elif self._beats is None:
+                self._beats = asyncio.create_task(self._beat(), name="heartbeats of a stream")
             await self._send({**message, "body": self._events(body)})
         elif self._media_type() == "application/json":
             self._body += message.get("body", b"")
@@ -72,8 +81,25 @@ class Answer:
             await self._begin()
             await self._send(message)
 
+    async def close(self) -> None:
+        """No heartbeat comes after this. Idempotent."""
+        if self._beats is not None:
+            self._beats.cancel()
+            await asyncio.gather(self._beats, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        """Send a comment wherever nothing was sent for ``HEARTBEAT_S``. Until cancelled, or the
+        reader takes nothing: whoever sends next is told that.
+        """
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(HEARTBEAT_S)
+            if self._is_silent:  # events are whole: vLLM's server sends each as one message
+                await self._send({"type": "http.response.body", "body": _BEAT, "more_body": True})
+
     async def _send(self, message: Message) -> None:
         """Raises ``TimeoutError`` where the reader's socket takes nothing for too long."""
+        self._is_silent = False
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await self._send_on(message)
 
