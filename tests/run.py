@@ -27,7 +27,7 @@ SPARE_S: float = 820
 and demo all of it keeps CI under 90 minutes where Kubernetes was built before."""
 TOGETHER: Mapping[str, Sequence[str]] = {
     "unit": ("-n2", "--dist=loadfile"),
-    "wire": ("-n2", "--dist=loadfile"),
+    "wire": ("-n3", "--dist=loadfile"),
     "engine": ("-n2", "--dist=loadfile", "--no-loadscope-reorder"),
 }
 """Tiers whose files may run beside each other: the cluster's and verl's share one cluster, one pod.

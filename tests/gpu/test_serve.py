@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gpu_kit import ENGINE_ARGS, PROMPT, fresh_tokens_of, make_versions
-from tests.support.process import ServeProcess, serve_process
+from tests.support.gpu_kit import ENGINE_ARGS, PROMPT, agreed, fresh_tokens_of, make_versions
+from tests.support.process import GREEDY, ServeProcess, serve_process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+
+LONG = 1900
 
 
 @pytest.fixture(scope="module", params=["dense", "moe"])
@@ -36,7 +38,7 @@ def pod(versions: Path, fresh_tokens: list[int]) -> Iterator[ServeProcess]:
 
 def test_cut_and_continued_is_uncut(pod: ServeProcess) -> None:
     uncut = pod.generate(PROMPT, 400)
-    running = pod.begin(PROMPT, 1900)
+    running = pod.begin(PROMPT, LONG)
     while pod.metric("rollout_unfinished ") < 1:
         time.sleep(0.005)
     assert pod.cli("pause").returncode == 0
@@ -65,7 +67,7 @@ def test_a_cache_that_is_warm_with_old_weights_is_not_used(
 ) -> None:
     pod.generate(PROMPT, 64)
     assert pod.generate(PROMPT, 64).num_cached_tokens > 0, "the cache is not warm"
-    running = pod.begin(PROMPT, 1900)
+    running = pod.begin(PROMPT, LONG)
     while pod.metric("rollout_unfinished ") < 1:
         time.sleep(0.005)
     done = pod.cli("update", "step-1", f"--path={versions / 'step-1'}")
@@ -75,6 +77,34 @@ def test_a_cache_that_is_warm_with_old_weights_is_not_used(
     assert answer.num_cached_tokens == 0
     assert answer.token_ids == fresh_tokens
     assert pod.generate(PROMPT, 64).num_cached_tokens > 0
+    assert pod.cli("update", "base").returncode == 0
+
+
+def test_keep_goes_on_under_the_new_weights(pod: ServeProcess, versions: Path) -> None:
+    """What it had is computed anew: its next tokens are those of the new version after them."""
+    uncut = pod.generate(PROMPT, 400)
+    pod.interrupt("keep")
+    running = pod.begin(PROMPT, LONG)
+    while pod.metric("rollout_unfinished ") < 1:
+        time.sleep(0.005)
+    time.sleep(0.2)
+    done = pod.cli("update", "step-1", f"--path={versions / 'step-1'}")
+    assert done.returncode == 0, done.stderr
+    answer = running.result(60)
+    assert (answer.finish_reason, len(answer.token_ids)) == ("length", LONG)
+    old, new = answer.weight_versions
+    assert (old.version, new.version) == ("base", "step-1")
+    n = min(400, old.end)
+    assert answer.token_ids[:n] == uncut.token_ids[:n]
+    after = slice(new.start, new.start + 64)
+    part = answer.model_copy(
+        update={"token_ids": answer.token_ids[after], "log_probs": answer.log_probs[after]}
+    )
+    sampling = GREEDY | {"max_tokens": 64, "logprobs": 2}
+    history = PROMPT + answer.token_ids[: new.start]
+    whole = pod.generate(history, 64, sampling_params=sampling)
+    assert agreed(whole, part) > 8, "not what the new version says after it"
+    pod.interrupt("abort")
     assert pod.cli("update", "base").returncode == 0
 
 

@@ -17,11 +17,13 @@ from typing import Any
 import structlog
 
 from rollout_pod.protocol import BASE_VERSION
-from tests.support.chaos_acts import DOORS, NAMES, Acts, operations
+from tests.support.chaos_acts import DOORS, NAMES, WIDE, Acts, operations
+from tests.support.chaos_pods import ChaosPod
 from tests.support.chaos_site import RESYNC_S
 from tests.support.virtual_time import VirtualLoop, clock_of
 
 OPERATIONS = 12
+WIDE_SHARE = 0.3
 SETTLE_S = 240.0
 """Within this, whatever was, all is as it was asked for."""
 QUIET_S = 2.5 * RESYNC_S
@@ -41,6 +43,8 @@ class Chaos(Acts):
         kubelet = asyncio.create_task(self.kubelet.run(), name="kubelet")
         for name in NAMES[: self.dice.choice((1, 1, 2))]:
             self.apply(name)
+        if self.dice.random() < WIDE_SHARE:
+            self.apply(WIDE)
         if self.dice.random() < 0.2:
             self.put_foreign()
         for door in DOORS:
@@ -67,9 +71,7 @@ class Chaos(Acts):
         self.site.calm()
         self.kubelet.paused_until = self.kubelet.hangs_until = 0.0
         for pod in self.kubelet.pods.values():
-            pod.refuses_until = pod.deaf_until = 0.0
-            pod.engine.armed.clear()
-            pod.agent.armed.clear()
+            pod.calm()
         await asyncio.gather(*self.owed)
         self.site.note("-- calm")
         end, quiet_since, seen = self.site.loop.now + SETTLE_S, self.site.loop.now, 0
@@ -104,9 +106,11 @@ class Chaos(Acts):
                 return f"{meta['name']}: {ready}"
             if meta["name"] != "alien":
                 pods = [p for p in self.kubelet.pods.values() if p.replica == meta["name"]]
-                if len(pods) != 1:
-                    return f"{meta['name']}: {len(pods)} pods run"
-                (pod,) = pods
+                heads = [p for p in pods if isinstance(p, ChaosPod)]
+                ranks = sorted(p.rank for p in pods if p.is_up and p.group == pods[0].group)
+                if len(heads) != 1 or ranks != list(range(spec.get("nodes", 1))):
+                    return f"{meta['name']}: {[p.name for p in pods]} run"
+                (pod,) = heads
                 if pod.evicted or pod.documents[-1].generation != meta["generation"]:
                     return f"{meta['name']}: its pod was not told generation {meta['generation']}"
                 state = pod.supervisor.board.document()

@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.chaos_judge import Judge
-from tests.support.chaos_pods import ChaosPod, Kubelet
+from tests.support.chaos_kubelet import Kubelet
+from tests.support.chaos_pods import Pod
 from tests.support.chaos_site import Operator, Site
 from tests.support.fake_apiserver import Json
 from tests.support.virtual_time import VirtualLoop
 
 DOORS = ("a", "b")
 NAMES = ("qwen", "llama")
+WIDE = "wide"
+"""Spans two nodes."""
 _SPEC = {"weights": {"source": {"path": "/w/{version}"}, "timeoutSeconds": 30}}
+_WIDE = {
+    "nodes": 2, "loadTimeoutSeconds": 100,
+    "restartPolicy": {"backoffSeconds": 2, "backoffLimitSeconds": 8, "maxRestarts": 1000},
+}  # fmt: skip
 
 
 class Acts:
@@ -35,7 +42,8 @@ class Acts:
     # -- people
 
     def apply(self, name: str) -> str:
-        body = {"metadata": {"name": name}, "spec": {"model": "m", **_SPEC, **self._spec()}}
+        spec = {"model": "m", **_SPEC, **(_WIDE if name == WIDE else {}), **self._spec()}
+        body = {"metadata": {"name": name}, "spec": spec}
         self.judge.asked(self.server.put("rolloutreplicas", body))
         return f"{name} {body['spec']}"
 
@@ -47,7 +55,7 @@ class Acts:
 
     def _replica(self) -> str:
         names = [r["metadata"]["name"] for r in self.server.peek("rolloutreplicas")]
-        return self.dice.choice([n for n in names if n in NAMES] or [""])
+        return self.dice.choice([n for n in names if n in (*NAMES, WIDE)] or [""])
 
     def _patch(self, name: str, spec: Json) -> str:
         raw = self.server.change("rolloutreplicas", name, {"spec": spec})
@@ -67,6 +75,8 @@ class Acts:
                 {"drainTimeoutSeconds": dice.choice((10, 20))}, {"model": dice.choice("mn")},
             )
         )  # fmt: skip
+        if name == WIDE and dice.random() < 0.2:
+            change = {"nodes": dice.choice((1, 2, 3))}
         return self._patch(name, change)
 
     async def revert(self) -> str:
@@ -165,17 +175,17 @@ class Acts:
         return f"{self.site.api_trouble:g}"
 
     def watch_trouble(self) -> str:
-        self.site.watch_trouble = self.dice.choice((0.0, 0.2, 0.7))
+        self.site.trouble_watches(self.dice.choice((0.0, 0.2, 0.7)))
         return f"{self.site.watch_trouble:g}"
 
     def silence(self) -> str:
         """Every event is lost, and nobody notices."""
-        self.site.silent_until = self.site.loop.now + (seconds := self.dice.choice((2.0, 20.0)))
+        self.site.silence(seconds := self.dice.choice((2.0, 20.0)))
         return f"{seconds:g} s"
 
     # -- pods and nodes
 
-    def _pod(self) -> ChaosPod | None:
+    def _pod(self) -> Pod | None:
         pods = [p for p in self.kubelet.pods.values() if p.is_listed]
         return self.dice.choice(pods) if pods else None
 
@@ -183,7 +193,7 @@ class Acts:
         self.site.pod_trouble = self.dice.choice((0.0, 0.1, 0.4))
         return f"{self.site.pod_trouble:g}"
 
-    def _with_pod(self, act: Callable[[ChaosPod], Any]) -> str:
+    def _with_pod(self, act: Callable[[Pod], Any]) -> str:
         pod = self._pod()
         if pod is None:
             return "nobody"
@@ -191,23 +201,19 @@ class Acts:
         return pod.name
 
     def kill_container(self) -> str:
-        return self._with_pod(lambda pod: pod.engine.kill("the container was killed"))
+        return self._with_pod(lambda pod: pod.kill_container())
 
     def kill_agent(self) -> str:
-        return self._with_pod(lambda pod: pod.agent.staged.clear())
+        return self._with_pod(lambda pod: pod.lose_staged())
 
     def break_update(self) -> str:
         fault = self.dice.choice(
             ("stage fails", "send: midway", "load: a rank fails", "load: dies")
         )
-
-        def arm(pod: ChaosPod) -> None:
-            (pod.agent if fault.startswith(("stage", "send")) else pod.engine).armed[fault] += 1
-
-        return f"{self._with_pod(arm)} {fault}"
+        return f"{self._with_pod(lambda pod: pod.arm(fault))} {fault}"
 
     def evict(self) -> str:
-        return self._with_pod(ChaosPod.evict)
+        return self._with_pod(lambda pod: pod.evict())
 
     def delete_pod(self) -> str:
         return self._with_pod(lambda pod: self.server.end_pod(pod.name))
@@ -218,7 +224,7 @@ class Acts:
 
     def refuse_documents(self) -> str:
         return self._with_pod(
-            lambda pod: setattr(pod, "refuses_until", self.site.loop.now + self.dice.uniform(1, 20))
+            lambda pod: pod.refuse_until(self.site.loop.now + self.dice.uniform(1, 20))
         )
 
     def deafen(self) -> str:

@@ -47,6 +47,7 @@ class Judge:
         self._ready: dict[str, str] = {}
         self._transitions: Counter[tuple[str, str]] = Counter()
         self._events: Counter[tuple[str, str]] = Counter()
+        self._was_whole = False
         self.forced = 0
         self.holder = ""
         self.foreign: list[tuple[str, Json]] = []
@@ -69,6 +70,8 @@ class Judge:
         assert request.door == self.holder, f"{request} of {request.door}, {self.holder} holds"
         if request.method == "DELETE" and request.body.get("gracePeriodSeconds") == 0:
             self._judge_force(request)
+        elif request.method == "DELETE" and request.resource == "pods":
+            self._was_whole = self._is_whole(request.name)
 
     def wrote(self, request: Request) -> None:
         """A write was done."""
@@ -107,6 +110,41 @@ class Judge:
             assert late <= LATE_S, f"a pod is made for a replica that was deleted {late:.1f} s ago"
         made = body["metadata"]["annotations"][names.HASH_ANNOTATION]
         assert made in [pod_hash(s) for s in self._specs(uid)], "a pod is made for an old spec"
+        group = body["metadata"]["labels"].get(names.GROUP_LABEL)
+        if group:
+            heads = [p for p in self._pods(uid) if p["metadata"]["uid"] == group]
+            told = [s for p in heads for s in (p.get("status") or {}).get("containerStatuses", ())]
+            started = any(status.get("started") for status in told)
+            assert not started or self._site.is_blind, (
+                "a pod is made for an engine that has started without it"
+            )
+        else:
+            left = [p["metadata"]["name"] for p in self._pods(uid)]
+            left.remove(body["metadata"]["name"])
+            assert not left, f"a head is made while {left} are there"
+
+    def _pods(self, uid: str) -> list[Json]:
+        return [
+            p for p in self._site.server.peek("pods")
+            if uid in [o["uid"] for o in p["metadata"].get("ownerReferences") or ()]
+        ]  # fmt: skip
+
+    def _is_whole(self, name: str) -> bool:
+        """The pod is of a group that is there, and of which none is on its way out."""
+        found = self._site.server.get("pods", name)
+        if found is None:
+            return False
+        uid = found["metadata"]["ownerReferences"][0]["uid"]
+        pods = self._pods(uid)
+        groups = {
+            p["metadata"]["labels"].get(names.GROUP_LABEL, p["metadata"]["uid"]) for p in pods
+        }
+        going = [
+            p for p in pods
+            if p["metadata"].get("deletionTimestamp")
+            or (p.get("status") or {}).get("phase") in ("Failed", "Succeeded")
+        ]  # fmt: skip
+        return len(pods) == self._specs(uid)[0].nodes and len(groups) == 1 and not going
 
     def _judge_deletion(self, request: Request) -> None:
         assert request.resource == "pods", f"{request}: owner references remove the rest"
@@ -117,7 +155,10 @@ class Judge:
             return
         made = raw["metadata"]["annotations"][names.HASH_ANNOTATION]
         wanted = [pod_hash(s) for s in self._specs(uid)]
-        assert any(made != one for one in wanted), f"{request}: a pod that was right is deleted"
+        right = all(made == one for one in wanted)
+        if self._specs(uid)[0].nodes > 1:
+            right = right and self._was_whole
+        assert not right, f"{request}: a pod that was right is deleted"
 
     def _judge_force(self, request: Request) -> None:
         raw, now = self._site.server.get("pods", request.name), self._site.clock()
@@ -134,7 +175,9 @@ class Judge:
         """An event was taken: one for each time that the condition became this."""
         event = request.body
         key = event["involvedObject"]["uid"], event["reason"]
-        if event["reason"] in _ONLY_CONDITIONS:
+        # with the reason of an engine's end, the pods of its group are told of as well
+        of_pod = event["message"].startswith(f"pod {event['involvedObject']['name']}-")
+        if event["reason"] in _ONLY_CONDITIONS and not of_pod:
             self._events[key] += 1
             assert self._events[key] <= self._transitions[key], f"{event['reason']} told again"
 
@@ -156,7 +199,8 @@ class Judge:
         version = spec.weight_version or BASE_VERSION
         assert status["weightVersion"] == version, f"Ready for {version}: {status}"
         assert ready["reason"] == ("Paused" if spec.paused else "Serving"), ready
-        (told,) = status["pods"]
+        told, *others = status["pods"]
+        assert told["rank"] == 0 and len(others) < spec.nodes, status
         pods = [p for p in self._site.kubelet.pods.values() if p.name == told["name"]]
         # the news that it is gone may be lost
         known = set().union(*(p.committed for p in pods), self.committed.get(uid, set()))

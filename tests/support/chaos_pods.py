@@ -1,91 +1,62 @@
-"""Kubelet and its pods for the chaos of the operator: real supervisors around the attacked fakes."""
+"""Pods for the chaos of the operator: real supervisors around the attacked fakes."""
 
 import asyncio
 import base64
-import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from rollout_operator.api import names
 from rollout_operator.api.times import rfc3339
 from rollout_operator.control.pod_client import (
     Fenced,
-    NotConnected,
-    PodClient,
     Refused,
     Unauthorized,
     Unreachable,
 )
-from rollout_operator.control.routes import PodAddress
-from rollout_pod.protocol import DESIRED_ANNOTATION, DesiredDocument, StateDocument
+from rollout_pod.engine.base import EngineStartError
+from rollout_pod.protocol import DESIRED_ANNOTATION, DesiredDocument, EngineInfo, StateDocument
 from rollout_pod.supervisor import supervisor as supervision
 from rollout_pod.supervisor.store import Store
 from tests.support.attack_oracle import Oracle
 from tests.support.attacked_fakes import AttackedAgent, AttackedEngine
 from tests.support.chaos_site import Site
 from tests.support.fake_apiserver import Json
-from tests.support.operator_kit import running_status
+from tests.support.operator_kit import ended_status, running_status
 
-NODES = ("n1", "n2")
-"""The first one hangs now and then; the second takes what is made meanwhile."""
-UNREADY_S = 3.0
-TAINT_S = 5.0
-"""After so long the controllers call a node that hangs not ready, and end its pods."""
 TAINT_GRACE_S = 16.0
+SILENCE_S = 10.0
+"""So long the pods of one engine bear to hear nothing of each other."""
+JOIN_S = 90.0
 SYNC_S = 0.5
 """Kubelet looks at its pods so often, and tells the API server what changed."""
 GRACE_S = 20.0
 
 
-class ChaosPod:
-    """One pod: its containers start again where they end, its files outlive them."""
+class Pod:
+    """What kubelet and the controllers do to any pod."""
 
-    def __init__(self, site: Site, raw: Json, ip: str, folder: Path, node: str) -> None:
+    def __init__(self, site: Site, raw: Json, ip: str, node: str) -> None:
         self._site = site
         self.node = node
         self.name: str = raw["metadata"]["name"]
         self.uid: str = raw["metadata"]["uid"]
         self.owner: str = raw["metadata"]["ownerReferences"][0]["uid"]
         self.replica: str = raw["metadata"]["ownerReferences"][0]["name"]
+        labels = raw["metadata"]["labels"]
+        self.rank = int(labels.get(names.RANK_LABEL, 0))
+        self.group: str = labels.get(names.GROUP_LABEL, "") or self.uid
+        self.is_final = raw["spec"].get("restartPolicy") == "Never"
+        """Its containers start once."""
         self.ip = ip
-        self._folder = folder
-        folder.mkdir()
-        first = DesiredDocument.model_validate_json(
-            raw["metadata"]["annotations"][DESIRED_ANNOTATION]
-        )
-        (folder / "first.json").write_text(first.model_dump_json())
-        self.agent = AttackedAgent()
-        self.oracle = Oracle(site.loop)
-        self.oracle.desired = first
-        self.restarts = -1
-        self.documents = [first]
         self.committed: set[str] = set()
-        self.paused_ever = False
-        self.refuses_until = 0.0
         self.deaf_until = 0.0
         self.evicted = False
         self.gone = False
+        self.exit_code: int | None = None
+        """Of the engine's container, where that is over for good."""
         self._told: Json = {}
-        self._booted = False
         self._deleting_since: float | None = None
-        self._boot()
-
-    def _boot(self) -> None:
-        site = self._site
-        self.restarts += 1
-        self.engine = AttackedEngine(broken=self.oracle.breaks, loads=self.oracle.loads)
-        self.engine.agent = self.agent
-        self.engine.turns = lambda: site.loop.turns
-        self.supervisor = supervision.Supervisor(
-            self.engine,
-            self.agent,
-            Store(self._folder, first_desired=self._folder / "first.json"),
-            drain_timeout_s=1.0,
-            heartbeat_timeout_s=60.0,
-        )
-        self.task = asyncio.create_task(self.supervisor.run(), name=f"supervisor {self.name}")
-        self.oracle.booted(self.supervisor, self.engine)
-        self.task.add_done_callback(self.oracle.exits)
-        self._booted = True
 
     @property
     def is_listed(self) -> bool:
@@ -93,16 +64,31 @@ class ChaosPod:
         found = self._site.server.get("pods", self.name)
         return found is not None and found["metadata"]["uid"] == self.uid
 
-    # -- what happens to it
+    @property
+    def is_up(self) -> bool:
+        """Its process runs."""
+        raise NotImplementedError
 
-    async def kill(self) -> None:
-        """Its engine's container dies; kubelet starts another."""
-        self.engine.kill("the container was killed")
-        self.task.cancel()
-        await self._end()
+    # -- what happens to it
 
     def evict(self) -> None:
         self.evicted = True
+
+    def kill_container(self) -> None:
+        raise NotImplementedError
+
+    def arm(self, fault: str) -> None:
+        """The next update meets it."""
+
+    def lose_staged(self) -> None:
+        """What its agent holds."""
+
+    def refuse_until(self, at: float) -> None:
+        """It takes no document."""
+
+    def calm(self) -> None:
+        """Faults are over."""
+        self.deaf_until = 0.0
 
     def lose_touch(self) -> None:
         """The controllers' part, once its node is not ready."""
@@ -129,13 +115,11 @@ class ChaosPod:
     async def end(self) -> None:
         """Nothing of it is left."""
         self.gone = True
-        if self._booted:
+        if self.is_up:
             await self.kill()
 
-    async def _end(self) -> None:
-        self._booted = False
-        await asyncio.gather(self.task, return_exceptions=True)
-        await self.engine.shutdown()
+    async def kill(self) -> None:
+        raise NotImplementedError
 
     # -- what kubelet does
 
@@ -144,42 +128,169 @@ class ChaosPod:
         now = self._site.loop.now
         if raw["metadata"].get("deletionTimestamp") and self._deleting_since is None:
             self._deleting_since = now
-            if self._booted:
-                self.oracle.draining = True
-                self.supervisor.begin_drain()
-        if self._booted and self.task.done():
-            error = None if self.task.cancelled() else self.task.exception()
-            self.oracle.ended(error)
-            await self._end()
+            if self.is_up:
+                self.begin_drain()
+        await self._settle()
         if self._deleting_since is not None:
-            if not self._booted or now - self._deleting_since > GRACE_S:
+            if not self.is_up or now - self._deleting_since > GRACE_S:
                 await self.end()
                 if self.is_listed:
                     self._site.server.remove("pods", self.name)
             return
         if self.evicted:
-            if self._booted:
+            if self.is_up:
                 await self.kill()
             status: Json = {"phase": "Failed", "reason": "Evicted", "message": "low on memory"}
+        elif self.is_final and not self.is_up:
+            status = ended_status(self.ip, self.exit_code or 0, at=rfc3339(self._site.clock()))
+            if self._told.get("phase") == status["phase"]:
+                status = self._told  # with the time of then
         else:
-            if not self._booted:
-                self._boot()
-            ready = self.supervisor.is_ready
-            status = running_status(self.ip, ready=ready, restarts=self.restarts)
+            status = self._running()
         if status != self._told and self.is_listed:
             self._told = status
             self._site.server.change("pods", self.name, {"status": status})
 
+    def begin_drain(self) -> None:
+        """SIGTERM."""
+        raise NotImplementedError
+
+    async def _settle(self) -> None:
+        """See whether the process has ended."""
+
+    def live(self) -> None:
+        """What its process does, however kubelet fares."""
+
+    def _running(self) -> Json:
+        """Its status while it runs; starts it where kubelet would."""
+        raise NotImplementedError
+
     def look(self) -> None:
         """In every turn: the design's invariants."""
+
+    async def answer(
+        self, verb: str, token: str, *, body: str | None, query: dict[str, str] | None
+    ) -> StateDocument:
+        """Its admin port."""
+        raise Unreachable("no answer")
+
+
+class ChaosPod(Pod):
+    """A head: its containers start again where they end, unless it leads others; its files outlive
+    them.
+    """
+
+    def __init__(
+        self, site: Site, raw: Json, ip: str, folder: Path, node: str, *, joined: Callable[[], bool]
+    ) -> None:
+        super().__init__(site, raw, ip, node)
+        self._joined = joined
+        self._folder = folder
+        folder.mkdir()
+        first = DesiredDocument.model_validate_json(
+            raw["metadata"]["annotations"][DESIRED_ANNOTATION]
+        )
+        (folder / "first.json").write_text(first.model_dump_json())
+        self.agent = AttackedAgent()
+        self.oracle = Oracle(site.loop)
+        self.oracle.desired = first
+        self.restarts = -1
+        self.documents = [first]
+        self.refuses_until = 0.0
+        self._whole_at: float | None = None
+        """When all nodes were heard of last."""
+        self._booted = False
+        self._boot()
+
+    def _boot(self) -> None:
+        site = self._site
+        self.restarts += 1
+        self.engine = GroupEngine(
+            broken=self.oracle.breaks, loads=self.oracle.loads, joined=self._joined
+        )
+        self.engine.agent = self.agent
+        self.engine.turns = lambda: site.loop.turns
+        self.supervisor = supervision.Supervisor(
+            self.engine,
+            self.agent,
+            Store(self._folder, first_desired=self._folder / "first.json"),
+            drain_timeout_s=1.0,
+            heartbeat_timeout_s=60.0,
+        )
+        self.task = asyncio.create_task(self.supervisor.run(), name=f"supervisor {self.name}")
+        self.oracle.booted(self.supervisor, self.engine)
+        self.task.add_done_callback(self.oracle.exits)
+        self._booted = True
+
+    @property
+    def is_up(self) -> bool:
+        return self._booted
+
+    def kill_container(self) -> None:
+        self.engine.kill("the container was killed")
+
+    def arm(self, fault: str) -> None:
+        attacked = self.agent if fault.startswith(("stage", "send")) else self.engine
+        attacked.armed[fault] += 1
+
+    def lose_staged(self) -> None:
+        self.agent.staged.clear()
+
+    def refuse_until(self, at: float) -> None:
+        self.refuses_until = at
+
+    def calm(self) -> None:
+        super().calm()
+        self.refuses_until = 0.0
+        self.engine.armed.clear()
+        self.agent.armed.clear()
+
+    async def kill(self) -> None:
+        """Its engine's container dies; kubelet starts another."""
+        self.engine.kill("the container was killed")
+        self.task.cancel()
+        await self._end()
+
+    async def _end(self) -> None:
+        self._booted = False
+        await asyncio.gather(self.task, return_exceptions=True)
+        if self.is_final:
+            self.exit_code = int(self.task.cancelled() or self.task.exception() is not None)
+        await self.engine.shutdown()
+
+    def begin_drain(self) -> None:
+        if self._booted and not self.task.done():
+            self.oracle.draining = True
+            self.supervisor.begin_drain()
+
+    def live(self) -> None:
+        now = self._site.loop.now
+        if self._joined():
+            self._whole_at = now
+        elif self._whole_at is not None and now - self._whole_at > SILENCE_S and self._booted:
+            self.engine.kill("a node is lost")
+
+    async def _settle(self) -> None:
+        if self._booted and self.task.done():
+            error = None if self.task.cancelled() else self.task.exception()
+            self.oracle.ended(error)
+            await self._end()
+
+    def _running(self) -> Json:
+        if not self._booted:
+            self._boot()
+        one = self.supervisor
+        return running_status(
+            self.ip, ready=one.is_ready, restarts=self.restarts, started=one.is_started
+        )
+
+    def look(self) -> None:
         if not self._booted or self.task.done():
             return
         self.oracle.look()
         state = self.supervisor.board.state
         if state.committed is not None:
             self.committed.add(state.committed.version)
-
-    # -- its admin port
 
     async def answer(
         self, verb: str, token: str, *, body: str | None, query: dict[str, str] | None
@@ -211,155 +322,18 @@ class ChaosPod:
         return state
 
 
-class Kubelet:
-    """Runs what the API server holds, unless it is paused."""
+@dataclass
+class GroupEngine(AttackedEngine):
+    """Starts when the pods of all ranks are there."""
 
-    def __init__(self, site: Site, root: Path) -> None:
-        self._site = site
-        self._root = root
-        self._numbers = itertools.count(1)
-        self.pods: dict[str, ChaosPod] = {}
-        self.committed: dict[str, set[str]] = {}
-        """By replica: what pods that are gone had committed."""
-        self.paused_until = 0.0
-        self.hangs_until = 0.0
-        self._hung_at: float | None = None
-        self._steps = 0
-        self._unready = ""
-        self._ready_again = 0.0
-        for node in NODES:
-            site.server.put("nodes", {"metadata": {"name": node}})
-            self._say(node, "True")
+    joined: Callable[[], bool] = lambda: True
 
-    # -- a node that hangs
-
-    def hang(self, seconds: float) -> list[str]:
-        """Nothing of the first node answers or ends for so long; returns its pods."""
-        self.hangs_until = self._site.loop.now + seconds
-        if self._hung_at is None:
-            self._hung_at, self._steps = self._site.loop.now, 0
-        held = [pod for pod in self.pods.values() if pod.node == NODES[0]]
-        for pod in held:
-            pod.deaf_until = max(pod.deaf_until, self.hangs_until)
-        return [pod.name for pod in held]
-
-    def unready_until(self, node: str) -> float:
-        """When the API server last said that it is not ready (unix seconds)."""
-        return self._site.clock() if self._unready == node else self._ready_again
-
-    def _is_held(self, pod: ChaosPod) -> bool:
-        return self._hung_at is not None and pod.node == NODES[0]
-
-    def _say(self, node: str, ready: str) -> None:
-        conditions = [{"type": "Ready", "status": ready}]
-        self._site.server.change("nodes", node, {"status": {"conditions": conditions}})
-
-    def _watch_nodes(self) -> None:
-        """The controllers' part."""
-        if self._hung_at is None:
-            return
-        now, held = self._site.loop.now, [p for p in self.pods.values() if self._is_held(p)]
-        if now >= self.hangs_until:
-            self._hung_at = None
-            if self._unready:
-                self._unready, self._ready_again = "", self._site.clock()
-            self._say(NODES[0], "True")
-            return
-        if self._steps == 0 and now >= self._hung_at + UNREADY_S:
-            self._steps = 1
-            self._unready = NODES[0]
-            self._say(NODES[0], "Unknown")
-            for pod in held:
-                pod.lose_touch()
-        if self._steps == 1 and now >= self._hung_at + TAINT_S:
-            self._steps = 2
-            for pod in held:
-                pod.taint()
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(SYNC_S)
-            self._site.server.collect_garbage()
-            self._watch_nodes()
-            if self._site.loop.now >= self.paused_until:
-                await self._sync()
-
-    async def _sync(self) -> None:
-        found = {raw["metadata"]["uid"]: raw for raw in self._site.server.peek("pods")}
-        for uid, one in list(self.pods.items()):
-            if self._is_held(one):
-                continue
-            if uid not in found or one.gone:
-                await one.end()
-                self.committed.setdefault(one.owner, set()).update(one.committed)
-                del self.pods[uid]
-        for uid, raw in found.items():
-            if uid not in self.pods:
-                if not raw["metadata"].get("ownerReferences"):
-                    continue
-                number = next(self._numbers)
-                node = NODES[0] if self._hung_at is None else NODES[1]
-                raw = self._site.server.change(
-                    "pods", raw["metadata"]["name"], {"spec": {"nodeName": node}}
-                )
-                self.pods[uid] = ChaosPod(
-                    self._site, raw, f"10.0.0.{number}", self._root / str(number), node
-                )
-            if not self._is_held(self.pods[uid]):
-                await self.pods[uid].sync(raw)
-
-    def look(self) -> None:
-        for one in self.pods.values():
-            one.look()
-
-    def at(self, ip: str) -> ChaosPod | None:
-        return next((p for p in self.pods.values() if p.ip == ip and not p.gone), None)
-
-    async def stop(self) -> None:
-        for one in list(self.pods.values()):
-            await one.end()
-
-
-class ChaosPodClient(PodClient):
-    """The operator's own client over a network that loses, delays and repeats."""
-
-    site: Site
-    door: str
-    dead = False
-
-    async def _ask(
-        self,
-        verb: str,
-        pod: PodAddress,
-        what: str,
-        token: str,
-        *,
-        timeout: float,
-        body: str | None = None,
-        query: dict[str, str] | None = None,
-    ) -> StateDocument:
-        site, dice = self.site, self.site.dice
-        await asyncio.sleep(dice.uniform(0.001, 0.01))
-        fate = site.fate(site.pod_trouble)
-        found = site.kubelet.at(pod.ip)
-        if self.dead or found is None or fate == "refused":
-            raise NotConnected("connection refused")
-        if fate == "lost":
-            await asyncio.sleep(min(timeout, 3.0))
-            raise Unreachable("no answer in time")
-        try:
-            async with asyncio.timeout(timeout):
-                answer = await found.answer(verb, token, body=body, query=query)
-                if fate == "twice" and verb == "PUT":
-                    answer = await found.answer(verb, token, body=body, query=query)
-        except TimeoutError:
-            raise Unreachable("no answer in time") from None
-        if fate == "answer lost":
-            raise Unreachable("the connection broke")
-        return answer
-
-
-def client_of(site: Site, door: str, **given: Any) -> ChaosPodClient:
-    made = ChaosPodClient(**given)
-    made.site, made.door = site, door
-    return made
+    async def start(self) -> EngineInfo:
+        tries = JOIN_S
+        while not self.joined():
+            tries -= 1
+            if tries < 0:
+                self.start_error = EngineStartError("a node is not there")
+                break
+            await asyncio.sleep(1.0)
+        return await super().start()

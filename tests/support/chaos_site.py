@@ -19,7 +19,7 @@ from tests.support.virtual_time import VirtualLoop
 
 if TYPE_CHECKING:
     from tests.support.chaos_judge import Judge
-    from tests.support.chaos_pods import Kubelet
+    from tests.support.chaos_kubelet import Kubelet
 
 NAMESPACE = "ns"
 EPOCH = 1_800_000_000.0
@@ -52,7 +52,24 @@ class Site:
         """The Lease cannot be reached by this door."""
         self.silent_until = 0.0
         """Watches stay open and tell nothing."""
+        self._blind_until = 0.0
         self.log: list[str] = []
+
+    def trouble_watches(self, share: float) -> None:
+        """From now on something happens to this share of events."""
+        if self.watch_trouble:
+            self._blind_until = self.loop.now + 1.3 * WATCH_S
+        self.watch_trouble = share
+
+    def silence(self, seconds: float) -> None:
+        """Every event is lost, and nobody notices."""
+        self.silent_until = self.loop.now + seconds
+        self._blind_until = self.silent_until + 1.3 * WATCH_S
+
+    @property
+    def is_blind(self) -> bool:
+        """An operator may not have heard of something, and not have listed it since."""
+        return self.watch_trouble > 0 or self.loop.now < self._blind_until
 
     def clock(self) -> float:
         return EPOCH + self.loop.now
@@ -161,7 +178,7 @@ class Operator:
     """One process: its core, and watches in Kopf's place."""
 
     def __init__(self, site: Site, door: str) -> None:
-        from tests.support.chaos_pods import client_of
+        from tests.support.chaos_kubelet import client_of
 
         self._site, self.door = site, door
         metrics = Metrics()

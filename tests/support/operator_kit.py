@@ -160,7 +160,9 @@ async def bench(**settings: Any) -> AsyncIterator[Bench]:
             await made.stop()
 
 
-def running_status(ip: str, *, ready: bool = True, restarts: int = 0) -> Json:
+def running_status(
+    ip: str, *, ready: bool = True, restarts: int = 0, started: bool | None = None
+) -> Json:
     def container(name: str) -> Json:
         return {
             "name": name,
@@ -169,13 +171,24 @@ def running_status(ip: str, *, ready: bool = True, restarts: int = 0) -> Json:
             "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
         }
 
+    engine = container("engine") | ({} if started is None else {"started": started})
     return {
         "phase": "Running",
         "podIP": ip,
         "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
-        "containerStatuses": [container("engine")],
+        "containerStatuses": [engine],
         "initContainerStatuses": [container("weights")],
     }
+
+
+def ended_status(ip: str, exit_code: int, *, at: str) -> Json:
+    """Of a pod whose containers start once."""
+    reason = "Error" if exit_code else "Completed"
+    end = {"exitCode": exit_code, "reason": reason, "startedAt": at, "finishedAt": at}
+    status = running_status(ip, ready=False)
+    status["phase"] = "Failed" if exit_code else "Succeeded"
+    status["containerStatuses"][0]["state"] = {"terminated": end}
+    return status
 
 
 def free_port() -> int:

@@ -1,15 +1,17 @@
-"""Two operators under chaos, in virtual time: thousands of seeds, each with its own story.
+"""Two operators under chaos, in virtual time: thousands of seeds, each with its own story; a third of
+them with a replica that spans nodes.
 
 ``CHAOS_SEEDS=20000`` runs more, ``CHAOS_FIRST=7000`` others; a failure prints how to see it again.
 """
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from rollout_operator.plan import group
 from tests.support import chaos, chaos_acts
 from tests.support.chaos_judge import Judge
 
@@ -27,6 +29,11 @@ def _found(first: int) -> list[str]:
         except chaos.ChaosFailed as error:
             found.append(str(error))
     return found
+
+
+def _all(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        chaos.run(seed)
 
 
 @pytest.fixture
@@ -65,11 +72,15 @@ def test_what_the_judge_finds_in_the_middle_of_a_pass_ends_the_seed(
         chaos.run(7)
 
 
+def test_a_head_beside_pods_of_another_group_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(group, "_pods", lambda seen: (seen.pod,) if seen.pod else ())
+    monkeypatch.setattr(chaos, "WIDE_SHARE", 1.0)
+    with pytest.raises(chaos.ChaosFailed, match="a head is made while"):
+        _all(range(30))
+
+
 def test_every_operation_happens_and_is_told():
-    told = {
-        line.split("-- ")[1].split(":")[0]
-        for seed in range(40)
-        for line in chaos.run(seed)
-        if "-- " in line
-    }
+    lines = [line for seed in range(40) for line in chaos.run(seed) if "-- " in line]
+    told = {line.split("-- ")[1].split(":")[0] for line in lines}
     assert {act.__name__ for act in chaos_acts.operations()} <= told
+    assert any(line.endswith(f"kill_container: {chaos_acts.WIDE}-1") for line in lines)
