@@ -186,10 +186,14 @@ def read_report(report: Path) -> tuple[int, int, int]:
     return max(0, tests - failures - errors - skipped), failures + errors, skipped
 
 
+def _time_of(result: Result) -> str:
+    return "   beside" if result.is_beside else f"{result.seconds:7.1f} s"
+
+
 def summary(results: Sequence[Result]) -> list[str]:
     """The closing lines."""
     lines = [
-        f"{r.tier:<8} {r.seconds:7.1f} s   {r.passed} passed, {r.failed} failed, "
+        f"{r.tier:<8} {_time_of(r)}   {r.passed} passed, {r.failed} failed, "
         f"{r.skipped} skipped{'   ' + r.trouble.upper() if r.trouble else ''}"
         for r in results
     ]

@@ -111,6 +111,7 @@ def test_what_only_computes_runs_beside_the_tier_that_waits(tmp_path, runner):
     ]  # fmt: skip
     apart = sum(r.seconds for r in done[:2])
     assert runner.summary(done)[-2] == f"{'all':<8} {apart:7.1f} s"
+    assert runner.summary(done)[2] == "chaos       beside   1 passed, 0 failed, 0 skipped"
     alone = list(runner.run_tiers(["unit"], tmp_path, ()))
     assert [(r.tier, r.passed, r.failed) for r in alone] == [("unit", 1, 1)]
 
