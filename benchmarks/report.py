@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -80,3 +81,16 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that ``share`` (0..1) of all do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, int(share * len(ordered) + 0.999999) - 1))]
+
+
+def median_within(values: Sequence[float]) -> tuple[float, float]:
+    """Between which two of ``values`` the median of all that could be measured lies, in 19 of 20
+    cases, whatever their distribution (order statistics); the least and the largest of a few.
+    """
+    ordered, count = sorted(values), len(values)
+    chances = [math.comb(count, k) / 2**count for k in range(count + 1)]
+    outside = 0
+    while outside < (count - 1) // 2 and sum(chances[: outside + 1]) <= 0.025:
+        outside += 1
+    first = max(0, outside - 1)
+    return ordered[first], ordered[count - 1 - first]

@@ -52,6 +52,9 @@ class Rounds:
 
 
 def rotated(kinds: Sequence[str], number: int) -> Sequence[str]:
-    """``kinds``, begun with another one each round: none is always the first after a pause."""
+    """``kinds``, begun with another one each round, and every other round in reverse: none is
+    always the first after a pause, or the one after the same other.
+    """
     start = number % len(kinds)
-    return [*kinds[start:], *kinds[:start]]
+    order = [*kinds[start:], *kinds[:start]]
+    return order[::-1] if number % 2 else order

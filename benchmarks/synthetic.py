@@ -154,6 +154,7 @@ class SyntheticLoader:
         self._near: Replayer = KernelReplayer(where) if device is not None else HostReplayer()
         self._far: Replayer = UploadReplayer(device) if device is not None else self._near
         self.replaying = True
+        self._records = False
         self._plan: CopyPlan | None = None
         self._recorder: Recorder | None = None
         self._prepared: dict[Hashable, Any] = {}
@@ -169,7 +170,8 @@ class SyntheticLoader:
 
     def prepare(self, manifest: Manifest) -> frozenset[str]:
         """See ``ReplayingLoader``."""
-        self._recorder = None if self._plan or not self.replaying else Recorder()
+        self._records = self._plan is None and self.replaying
+        self._recorder = Recorder() if self._records else None
         if self._plan is None or not self.replaying:
             return frozenset()
         if manifest.digest != self._covered:  # an engine's loader does not look twice either
@@ -242,13 +244,16 @@ class SyntheticLoader:
                 copies[each.name] = copies.get(each.name, ()) + moved
         assert not self._recorder.impure, self._recorder.impure
         self._plan = CopyPlan(copies)
+        self._recorder = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # as ``FastLoader``
 
     def flush(self) -> None:
         """See ``Loader``."""
 
     def summary(self) -> tuple[LoadPath, str]:
         """See ``ReplayingLoader``."""
-        return ("recorded" if self._recorder else "replayed" if self.replaying else "reference"), ""
+        return ("recorded" if self._records else "replayed" if self.replaying else "reference"), ""
 
 
 class NothingLoader:

@@ -10,10 +10,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from benchmarks.memory import Memory
 from benchmarks.rank import SHM, Rank, rank
 from benchmarks.report import Result, tell
 from benchmarks.synthetic import SHAPES, copy_ms, make_tensors, specs
@@ -54,6 +55,23 @@ def updates(
     return done[2:]
 
 
+def first_update(
+    there: Rank,
+    tensors: Mapping[str, torch.Tensor],
+    mode: Literal["direct", "bucketed"],
+    bucket_bytes: int = MAIN_MB * MB,
+) -> tuple[dict[str, float], Memory]:
+    """One in a session of its own, which shows the rank where each byte belongs: what it has left
+    behind, and what is in use then.
+    """
+    start = Memory.of([there.pid])
+    sender = WeightSender([there.socket], device=Cuda(0), mode=mode, bucket_bytes=bucket_bytes)
+    updates(sender, there, tensors, -1)
+    sender.close()
+    now = Memory.of([there.pid])
+    return now.since(start, "left by the first"), now
+
+
 def _row(name: str, done: list[tuple[SentWeights, dict[str, Any]]]) -> dict[str, object]:
     def middle(of: Callable[[tuple[SentWeights, dict[str, Any]]], float]) -> float:
         return 1000 * statistics.median(map(of, done))
@@ -80,8 +98,10 @@ def direct(quick: bool, shape: str = "qwen3-8b", name: str = "update-direct") ->
     goal = 32.0 if shape == "qwen3-30b-a3b" else 10.0
     with rank(shape, WHERE) as there:
         tensors = make_tensors(SHAPES[shape], WHERE, 1)
+        left, before = first_update(there, tensors, "direct")
         sender = WeightSender([there.socket], device=Cuda(0), mode="direct")
         row = _row(shape, updates(sender, there, tensors, 5 if quick else 20))
+        row |= left | Memory.of([there.pid]).since(before, "extra")
         for tensor in tensors.values():
             tensor.view(torch.int16).add_(1)
         updates(sender, there, tensors, -1)
@@ -109,13 +129,14 @@ def bucketed(quick: bool, shape: str = "qwen3-8b") -> Result:
     sizes = (MAIN_MB,) if quick else (256, 512, MAIN_MB, 2048)
     with rank(shape, WHERE) as there:
         tensors = make_tensors(SHAPES[shape], WHERE, 1)
+        left, before = first_update(there, tensors, "bucketed", MAIN_MB * MB)
+        tell({"what": "the first update"} | left)
         for size in sizes:
             sender = WeightSender(
                 [there.socket], device=Cuda(0), mode="bucketed", bucket_bytes=size * MB
             )
-            free = torch.cuda.mem_get_info(0)[0]
             row = _row(f"{size} MB", updates(sender, there, tensors, 5 if quick else 20))
-            row["extra MB"] = (free - torch.cuda.mem_get_info(0)[0]) / MB
+            row |= Memory.of([there.pid]).since(before, "extra")
             row["verl ms"] = VERL_MS[size]
             row["verl / ours"] = VERL_MS[size] / float(row["ms"])  # type: ignore[arg-type]  # as above
             tell(row)
@@ -154,6 +175,7 @@ def shm(quick: bool, shape: str = "qwen3-8b") -> Result:
     plan = make_plan(manifest.tensors, 256 * MB)
     rows = []
     with rank(shape, WHERE) as there:
+        before = Memory.of([there.pid])
         slot = Segment.create(SHM, f"bench-{uuid.uuid4().hex}", plan.nbytes)
         link = Session("first", [there.socket], SHM, threading.Event())
         try:
@@ -195,6 +217,11 @@ def shm(quick: bool, shape: str = "qwen3-8b") -> Result:
                 )  # fmt: skip
                 tell(rows[-1])
             assert there.holds(tensors), "the rank holds something else"
+            nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
+            tensors.clear()
+            torch.cuda.empty_cache()
+            used = Memory.of([there.pid]).since(before, "extra")
+            tell({"what": "one slot", "model MB": nbytes / MB} | used)
         finally:
             link.close()
             slot.close()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.memory import MB, Memory
 from benchmarks.pod import QWEN3_8B, SAMPLING
 from benchmarks.rank import rank
 from benchmarks.report import Result, tell
@@ -64,6 +65,7 @@ def _switch(count: int) -> dict[str, float]:
         tensors = make_tensors(SHAPES["qwen3-8b"], WHERE, 1)
         sender = WeightSender([there.socket], device=Cuda(0), mode="direct")
         updates(sender, there, tensors, 0)
+        before = Memory.of([there.pid])
         for number in range(count + 2):
             for tensor in tensors.values():
                 tensor.view(torch.int16).add_(1)
@@ -75,7 +77,10 @@ def _switch(count: int) -> dict[str, float]:
             there.ask(f"switch s{number}")
             took.append(1000 * (time.perf_counter() - started))
         assert there.holds(tensors), "the rank holds something else"
+        used = Memory.of([there.pid]).since(before, "extra")
         sender.close()
+        nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        tell({"what": "a version beside the model", "model MB": nbytes / MB} | used)
         row = {
             "ms": statistics.median(took[2:]),
             "staging ms": statistics.median(staged[2:]),

@@ -133,6 +133,19 @@ def environment(args: Any, settings: EngineSettings, sockets: Path | None) -> It
             os.environ.pop(name, None)
 
 
+def read_environment(*, anew: bool) -> None:
+    """Whether vLLM reads its variables each time, as while an engine starts, or once and for all,
+    as its other processes do afterwards: it looks one up for each token that it puts out, a tenth
+    of what a token costs this process.
+    """
+    from vllm import envs
+
+    if anew:
+        envs.disable_envs_cache()
+    else:
+        envs.enable_envs_cache()
+
+
 def _variables(args: Any, sockets: Path | None) -> Mapping[str, str]:
     from vllm.platforms import current_platform
 

@@ -165,6 +165,8 @@ class FastLoader:
         self.require_full_cover = False  # not before all of it is there
         if self._recorder is not None:
             self._judge(self._recorder)
+            if self._device is not None:
+                torch.cuda.empty_cache()  # no later load needs as much
 
     def flush(self) -> None:
         """See ``Loader``."""

@@ -129,6 +129,7 @@ def build(
     except Exception as error:  # whatever its checks raise is about these values
         raise InvalidSamplingParams(_field_of(error, values), str(error)) from error
     params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.skip_clone = True  # made of the caller's values, and for this request alone
     return params
 
 

@@ -148,6 +148,7 @@ class VllmEngine:
                     self._llm.get_supported_tasks(), "list its tasks", _CALL_S
                 )
             await self._front_end.start(self._llm)
+            arguments.read_environment(anew=False)
             await asyncio.to_thread(_freeze_heap)
         except EngineStartError:
             await self.shutdown()
@@ -191,6 +192,7 @@ class VllmEngine:
 
     def _construct(self) -> EngineInfo:
         """Everything that blocks. In a thread of its own."""
+        arguments.read_environment(anew=True)
         args, front_end_args = arguments.parse(self._settings)
         self._adapters = adapters.requests_of(
             front_end_args.lora_modules, enabled=bool(args.enable_lora)
