@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
-WAVES = 4
+WAVES = 2
 
 
 def budgets(concurrent: int, tokens: int) -> list[int]:

@@ -175,11 +175,11 @@ def shm(quick: bool, shape: str = "qwen3-8b") -> Result:
     plan = make_plan(manifest.tensors, 256 * MB)
     rows = []
     with rank(shape, WHERE) as there:
+        tensors = make_tensors(SHAPES[shape], WHERE, 1)
         before = Memory.of([there.pid])
         slot = Segment.create(SHM, f"bench-{uuid.uuid4().hex}", plan.nbytes)
         link = Session("first", [there.socket], SHM, threading.Event())
         try:
-            tensors = make_tensors(SHAPES[shape], WHERE, 1)
             pins: list[int] = []
             device = Cuda(0)
             pin(device, address_of(slot.map), slot.size, pins)
@@ -217,11 +217,8 @@ def shm(quick: bool, shape: str = "qwen3-8b") -> Result:
                 )  # fmt: skip
                 tell(rows[-1])
             assert there.holds(tensors), "the rank holds something else"
-            nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
-            tensors.clear()
-            torch.cuda.empty_cache()
             used = Memory.of([there.pid]).since(before, "extra")
-            tell({"what": "one slot", "model MB": nbytes / MB} | used)
+            tell({"what": "one slot", "model MB": manifest.nbytes / MB} | used)
         finally:
             link.close()
             slot.close()
