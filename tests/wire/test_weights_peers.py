@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import psutil
 import pytest
 import torch
 import zmq
@@ -191,23 +192,23 @@ def gives_up(raw: RawSender) -> None:
     raw.say(wire.Abort(session="s1", reason="I feel unwell"))
 
 
-@pytest.mark.parametrize(
-    ("misbehave", "words"),
-    [
-        (doubled, "bucket 0 came before"),
-        (dropped, "bucket 2 came instead of bucket 1"),
-        (reordered, "bucket 1 came instead of bucket 0"),
-        (flooded, "2 are unacknowledged already"),
-        (same_tensor_twice, "tensor 't0': was complete before"),
-        (beyond_the_tensor, "ends beyond its 256 bytes"),
-        (beyond_the_segment, "ends at 1048832, its segment"),
-        (unaligned, "base 8 is not 256-aligned"),
-        (no_such_segment, "nothing: No such file"),
-        (early_end, "5 of 6 tensors are not complete, the first is 't1'"),
-        (other_sums, "are (6, 6, 1536) here and (6, 6, 1) at the sender"),
-        (gives_up, "the sender gave up: I feel unwell"),
-    ],
-)
+MISBEHAVIOURS = [
+    (doubled, "bucket 0 came before"),
+    (dropped, "bucket 2 came instead of bucket 1"),
+    (reordered, "bucket 1 came instead of bucket 0"),
+    (flooded, "2 are unacknowledged already"),
+    (same_tensor_twice, "tensor 't0': was complete before"),
+    (beyond_the_tensor, "ends beyond its 256 bytes"),
+    (beyond_the_segment, "ends at 1048832, its segment"),
+    (unaligned, "base 8 is not 256-aligned"),
+    (no_such_segment, "nothing: No such file"),
+    (early_end, "5 of 6 tensors are not complete, the first is 't1'"),
+    (other_sums, "are (6, 6, 1536) here and (6, 6, 1) at the sender"),
+    (gives_up, "the sender gave up: I feel unwell"),
+]
+
+
+@pytest.mark.parametrize(("misbehave", "words"), MISBEHAVIOURS)
 async def test_misbehaviour_ends_the_load(place: Place, raw: RawSender, misbehave, words) -> None:
     loader = ModelLoader()
     raw.open()
@@ -226,6 +227,28 @@ async def test_misbehaviour_ends_the_load(place: Place, raw: RawSender, misbehav
     assert not report.ok
     assert words in report.error
     await complete(place)
+
+
+async def test_two_hundred_of_them_leave_nothing_behind(place: Place) -> None:
+    here, receiver = psutil.Process(), place.receivers[0]
+    usage: list[tuple[int, int, list[str]]] = []
+    while len(usage) < 18:
+        for misbehave, _ in MISBEHAVIOURS:
+            raw = RawSender(place, "s1")
+            raw.open()
+            load = start(receiver, ModelLoader())
+            if misbehave is not flooded:  # its own buckets come too early
+                await asyncio.to_thread(until, lambda: receiver._talker.loading() is not None)
+            await asyncio.to_thread(misbehave, raw)
+            raw.say(wire.Abort(session="s1", reason="the end"))
+            assert not (await load).ok
+            raw.close()
+        await complete(place)
+        usage.append((here.num_fds(), here.num_threads(), place.segments()))
+    first, last = usage[1], usage[-1]
+    assert last[0] - first[0] <= 3, f"descriptors: {[fds for fds, _, _ in usage]}"
+    assert last[1] - first[1] <= 3, f"threads: {[threads for _, threads, _ in usage]}"
+    assert last[2] == first[2] == []
 
 
 async def test_a_late_bucket_of_an_older_session_disturbs_nobody(
