@@ -16,6 +16,7 @@ from rollout_pod.weights.cuda import Cuda
 from rollout_pod.weights.trainer import WeightSender
 from tests.support.engine_kit import digests, engine_of, prompts, run
 from tests.support.push_kit import on_gpu, push
+from tests.support.tiny_quantised import quantise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,6 +40,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("versions")
     for seed, version in enumerate(("base", "step-1")):
         make(folder / version, kind="dense", seed=seed, hidden=512, dtype="bfloat16")
+        quantise(folder / version, folder / f"{version}-fp8", "fp8")
     return folder
 
 
@@ -63,12 +65,17 @@ async def outputs(engine: VllmEngine) -> list[EngineOutput]:
     return [await run(engine, prompt, 32) for prompt in prompts(3)]
 
 
-@pytest.mark.parametrize("args", [(), QUANTISED], ids=["bfloat16", "fp8"])
-async def test_pushed_is_fresh(versions: Path, args: tuple[str, ...]) -> None:
-    async with engine_with(versions / "step-1", args) as fresh:
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [("", ()), ("", QUANTISED), ("-fp8", ())],
+    ids=["bfloat16", "fp8", "fp8 checkpoint"],
+)
+async def test_pushed_is_fresh(versions: Path, kind: str, args: tuple[str, ...]) -> None:
+    one, two = versions / f"base{kind}", versions / f"step-1{kind}"
+    async with engine_with(two, args) as fresh:
         wanted, bits = await outputs(fresh), await digests(fresh)
-    base, step = on_gpu(versions / "base"), on_gpu(versions / "step-1")
-    async with engine_with(versions / "base", args) as engine:
+    base, step = on_gpu(one), on_gpu(two)
+    async with engine_with(one, args) as engine:
         before = await outputs(engine)
         assert [o.token_ids for o in before] != [o.token_ids for o in wanted]
         sender = WeightSender(engine.rank_sockets(), device=Cuda(0), mode="direct")
@@ -78,7 +85,7 @@ async def test_pushed_is_fresh(versions: Path, args: tuple[str, ...]) -> None:
             _, path = await push(engine, sender, "step-1", step)
             assert await digests(engine) == bits
             assert await outputs(engine) == wanted, "tokens and log-probs, to the bit"
-        if args:
+        if args or kind:
             assert path.startswith(("mixed", "reference")), "what is quantised is not copied"
             assert "processes weights" in path
         else:

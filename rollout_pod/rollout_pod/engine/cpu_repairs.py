@@ -1,10 +1,13 @@
-"""Two defects of vLLM's weight reload on CPU, both silent: the update ends, the outputs are wrong.
+"""Three defects of vLLM's weight reload on CPU, all silent: the update ends, the outputs are wrong.
 
 On CPU the loaded weights are repacked for the kernels. A reload forgets to do it again
 
 * for an output head that is tied to the embedding: no weights arrive under its own name, so its
   packed copy stays the old one;
 * for the experts of a mixture: their kernel exists already, and the packing is a part of making it.
+
+And where linear layers are quantised to int8, oneDNN's handler keeps the address of the scales that
+it was made with: after a reload that is memory which was freed.
 """
 
 from typing import Any
@@ -61,3 +64,21 @@ def patch_experts() -> None:
 
     setup_kernel.rollout_wrapped = True  # type: ignore[attr-defined]  # a mark on a function
     UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
+
+
+def patch_scaled_mm() -> None:
+    """Keep the scales as long as the handler that reads them. Idempotent."""
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+
+    original = CPUInt8ScaledMMLinearKernel.process_weights_for_onednn
+    if getattr(original, "rollout_wrapped", False):
+        return
+
+    def process(self: Any, layer: torch.nn.Module) -> None:
+        original(self, layer)
+        if enabled:
+            _, scales, *_ = self.layer_param_names
+            self.dnnl_handler.rollout_kept = getattr(layer, scales)
+
+    process.rollout_wrapped = True  # type: ignore[attr-defined]  # a mark on a function
+    CPUInt8ScaledMMLinearKernel.process_weights_for_onednn = process

@@ -59,6 +59,7 @@ class LayerwiseLoader:
         self._device = vllm_config.device_config.device
         if on_cpu:
             cpu_repairs.patch_experts()
+            cpu_repairs.patch_scaled_mm()
 
     def begin(
         self,
