@@ -12,9 +12,10 @@ from rollout_operator.api.times import rfc3339
 from rollout_operator.plan import manifests
 from rollout_operator.plan.actions import CreatePod
 from rollout_operator.plan.document import render_document
-from rollout_operator.plan.ends import CAUSE_S, OVERDUE_S
+from rollout_operator.plan.ends import CAUSE_S, OVERDUE_S, end_of
 from rollout_operator.plan.observed import Ownership, Refusal, Report
 from rollout_operator.plan.plan import PodDefaults, make_plan
+from rollout_pod.protocol import PodPhase
 from tests.support.group_world import GroupWorld
 from tests.support.operator_objects import DEFAULTS, NOW, container, replica, state
 
@@ -786,6 +787,29 @@ def test_a_pod_that_waited_for_one_that_was_never_made_has_not_failed(refused: b
     plan = make_plan(made.replica, what, NOW + JOIN_S, defaults=DEFAULTS)
     assert plan.restarts is not None
     assert (plan.restarts.last_reason, plan.restarts.consecutive) == (reason, 0)
+
+
+@pytest.mark.parametrize(
+    ("phase", "ends"),
+    [
+        (PodPhase.LOADING, False),
+        (PodPhase.DRAINING, False),
+        (PodPhase.FAILED, False),
+        (PodPhase.STALE, True),
+        (PodPhase.UPDATING, True),
+        (PodPhase.SERVING, True),
+        (PodPhase.SLEEPING, True),
+    ],
+)
+def test_no_pod_takes_the_place_of_one_that_an_engine_started_with(phase: PodPhase, ends: bool):
+    """The watch has lost that it has started, and the head's own word tells."""
+    made = world()
+    made.settle()
+    del made.pods["qwen-1"]
+    assert made.pods["qwen-0"].engine == container()
+    end = end_of(made.replica.spec, replace(made.seen, report=Report(state=state(phase=phase))),
+                 made.now)  # fmt: skip
+    assert (end is not None and end.reason is Reason.NODE_POD_GONE) is ends
 
 
 @pytest.mark.parametrize("rank", [0, 1])

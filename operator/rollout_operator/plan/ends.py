@@ -7,8 +7,9 @@ from rollout_operator.api.conditions import Reason
 from rollout_operator.api.spec import RolloutSpec
 from rollout_operator.plan.actions import Verdict
 from rollout_operator.plan.containers import join_timeout_s
-from rollout_operator.plan.observed import PodSeen, Seen
+from rollout_operator.plan.observed import PodSeen, Report, Seen
 from rollout_operator.plan.obstacle import death, obstacle, out_of_memory
+from rollout_pod.protocol import PodPhase
 
 OVERDUE_S: Final = 60.0
 """So long after it must have ended a pod of a lost node is given up."""
@@ -28,6 +29,8 @@ _DISRUPTIONS: Final = {
     "TerminationByKubelet": Reason.NODE_SHUTDOWN,
 }
 
+_NOT_STARTED: Final = frozenset({PodPhase.LOADING, PodPhase.DRAINING, PodPhase.FAILED})
+"""Phases of a pod whose engine may never have started."""
 _LIKE_EFFECTS: Final = frozenset({Reason.POD_FAILED, Reason.ENGINE_FAILED})
 """What the end of another pod of the group looks like, too."""
 
@@ -182,10 +185,16 @@ def _vanished(seen: Seen) -> End | None:
     head = seen.pod
     if head is None or head.deleting or head.over or head.engine is None:
         return None
-    if not (seen.nodes > 1 and head.engine.started):
+    if not (seen.nodes > 1 and (head.engine.started or _says_it_has_started(seen.report))):
         return None
     gone = _absent(seen)
     return _gone(gone) if gone else None
+
+
+def _says_it_has_started(report: Report | None) -> bool:
+    """Tell what the head itself says: kubelet's word comes later, or the watch has lost it."""
+    state = None if report is None else report.state
+    return state is not None and state.phase not in _NOT_STARTED
 
 
 def _absent(seen: Seen) -> list[str]:
