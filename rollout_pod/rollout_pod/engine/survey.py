@@ -74,8 +74,11 @@ def survey(
         seen.add(base)
 
     slow: dict[torch.nn.Module, str] = {}
+    users = _users(model)
     for module, found in layers.items():
         why = _why_slow(module, found, arrived.get(module, set()), recorder)
+        if not why and module in users:
+            why = f"{type(module).__name__}: {users[module]} computes something of it"
         if why:
             slow[module] = why
     known = set().union(*layers.values()) if layers else set()
@@ -151,6 +154,19 @@ def _reasons(slow: Mapping[torch.nn.Module, str]) -> tuple[str, ...]:
 def _processes(module: torch.nn.Module) -> bool:
     """Attention: its method is called once everything else is loaded."""
     return callable(getattr(module, "process_weights_after_loading", None))
+
+
+def _users(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """Layers inside of one that processes weights: what it keeps of theirs may be no view of them
+    (multi-head latent attention splits a projection). By what.
+    """
+    return {
+        inner: type(module).__name__
+        for module in model.modules()
+        if _processes(module)
+        for inner in module.modules()
+        if inner is not module
+    }
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
