@@ -251,7 +251,9 @@ class Generation:
                 on_delta=on_delta,
             )
         finally:
-            del self._requests[request.request_id]
+            # the gate frees an id before it has returned: another request may have it by now
+            if self._requests.get(request.request_id) is request:
+                del self._requests[request.request_id]
         return self._answer_of(request, outcome)
 
     def _cancelled(self) -> Refused:

@@ -221,6 +221,38 @@ async def test_an_id_is_taken_until_its_parked_caller_has_left(pod: Pod) -> None
     assert (await again).finish_reason == "length"
 
 
+@pytest.mark.parametrize("cut", [False, True])
+async def test_an_id_is_used_again_while_the_one_before_is_answered(pod: Pod, cut: bool) -> None:
+    """The gate has freed it; the earlier caller's watch still ends."""
+    ends = asyncio.Event()
+
+    async def watch() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await ends.wait()
+            raise
+
+    generate = pod.generation.generate
+    first = asyncio.create_task(generate(GenerateRequest.model_validate(BODY), gone=watch))
+    await running(pod)
+    while pod.supervisor.gate.unfinished:
+        await asyncio.sleep(0)
+    assert not first.done()
+    second = asyncio.create_task(generate(GenerateRequest.model_validate(LONG)))
+    await running(pod)
+    ends.set()
+    assert (await first).finish_reason == "length"
+    if cut:
+        partial = await pod.generation.cancel("r")
+        assert partial is not None, "the later one is not to be found any more"
+        assert partial == await second
+        assert partial.cancel_reason == "cancelled"
+    else:
+        assert len((await second).token_ids) == 3000
+    assert await pod.generation.cancel("r") is None
+
+
 async def test_a_parked_caller_that_goes_is_counted_as_cancelled(pod: Pod) -> None:
     pod.want(ref("step-1"), paused=True)
     await pod.until(lambda s: s.phase == "Paused")
