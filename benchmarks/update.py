@@ -59,13 +59,12 @@ def first_update(
     there: Rank,
     tensors: Mapping[str, torch.Tensor],
     mode: Literal["direct", "bucketed"],
-    bucket_bytes: int = MAIN_MB * MB,
 ) -> tuple[dict[str, float], Memory]:
     """One in a session of its own, which shows the rank where each byte belongs: what it has left
     behind, and what is in use then.
     """
     start = Memory.of([there.pid])
-    sender = WeightSender([there.socket], device=Cuda(0), mode=mode, bucket_bytes=bucket_bytes)
+    sender = WeightSender([there.socket], device=Cuda(0), mode=mode, bucket_bytes=MAIN_MB * MB)
     updates(sender, there, tensors, -1)
     sender.close()
     now = Memory.of([there.pid])
@@ -129,7 +128,7 @@ def bucketed(quick: bool, shape: str = "qwen3-8b") -> Result:
     sizes = (MAIN_MB,) if quick else (256, 512, MAIN_MB, 2048)
     with rank(shape, WHERE) as there:
         tensors = make_tensors(SHAPES[shape], WHERE, 1)
-        left, before = first_update(there, tensors, "bucketed", MAIN_MB * MB)
+        left, before = first_update(there, tensors, "bucketed")
         tell({"what": "the first update"} | left)
         for size in sizes:
             sender = WeightSender(

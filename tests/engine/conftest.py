@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from rollout_pod.engine.vllm import VllmEngine
-from tests.support.engine_kit import checkpoint, engine_of, settings
+from tests.support.engine_kit import checkpoint, running
 
 _FIRST = (
     "test_tied.py", "test_tensor_parallel.py",
@@ -35,10 +35,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[VllmEngine]:
     """A running engine of the module's ``KIND``, seed 0, with its ``ARGS``."""
     module = request.module
-    with settings(checkpoint(module.KIND, 0), *getattr(module, "ARGS", ())) as given:
-        running = engine_of(given)
-        try:
-            await running.start()
-            yield running
-        finally:
-            await running.shutdown()
+    async with running(checkpoint(module.KIND, 0), *getattr(module, "ARGS", ())) as started:
+        yield started

@@ -1,7 +1,5 @@
 """A checkpoint whose linear layers are quantised to int8: updated is, to the bit, freshly started."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,8 @@ from rollout_pod.engine.vllm import VllmEngine
 from rollout_pod.weights.sender import ManifestError
 from tests.support.engine_kit import (
     digests,
-    engine_of,
     run_all,
-    settings,
+    running,
     tensors_of,
     update,
 )
@@ -37,26 +34,15 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return made
 
 
-@asynccontextmanager
-async def engine_with(model: Path) -> AsyncIterator[VllmEngine]:
-    with settings(model, "--dtype=bfloat16") as given:
-        running = engine_of(given)
-        try:
-            await running.start()
-            yield running
-        finally:
-            await running.shutdown()
-
-
 async def says(engine: VllmEngine) -> list[EngineOutput]:
     return await run_all(engine, count=4, max_tokens=32)
 
 
 async def test_updated_is_fresh_each_time_and_after_a_failure(versions: list[Path]) -> None:
     base, step = (tensors_of(path) for path in versions)
-    async with engine_with(versions[1]) as fresh:
+    async with running(versions[1], "--dtype=bfloat16") as fresh:
         wanted, bits = await says(fresh), await digests(fresh)
-    async with engine_with(versions[0]) as engine:
+    async with running(versions[0], "--dtype=bfloat16") as engine:
         before, there = await says(engine), await digests(engine)
         assert [o.token_ids for o in before] != [o.token_ids for o in wanted]
         for number in range(3):  # recorded, then what is not quantised is copied

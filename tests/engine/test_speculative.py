@@ -7,11 +7,10 @@ import pytest
 from rollout_pod.engine.vllm import VllmEngine
 from tests.support.engine_kit import (
     checkpoint,
-    engine_of,
     prompts,
     reference,
     run,
-    settings,
+    running,
     tensors_of,
     update,
 )
@@ -30,15 +29,10 @@ async def test_an_update_leaves_the_draft_and_every_token_is_the_new_versions() 
     speculative = json.dumps(
         {"method": "draft_model", "model": str(A), "num_speculative_tokens": 3}
     )
-    with settings(A, f"--speculative-config={speculative}") as given:
-        engine = engine_of(given)
-        try:
-            await engine.start()
-            assert await serves(engine, A)
-            for path, version in ((B, "b"), (A, "a"), (B, "b2")):  # the later ones are replayed
-                sent = await update(engine, tensors_of(path), version=version)
-                assert sent.ok, sent
-                assert "the draft model (draft_model) keeps" in sent.reports[0].note
-                assert await serves(engine, path)
-        finally:
-            await engine.shutdown()
+    async with running(A, f"--speculative-config={speculative}") as engine:
+        assert await serves(engine, A)
+        for path, version in ((B, "b"), (A, "a"), (B, "b2")):  # the later ones are replayed
+            sent = await update(engine, tensors_of(path), version=version)
+            assert sent.ok, sent
+            assert "the draft model (draft_model) keeps" in sent.reports[0].note
+            assert await serves(engine, path)

@@ -14,11 +14,10 @@ from rollout_pod.engine.processes import engine_children
 from tests.support.engine_checks import caches_are_cleared_when_nothing_runs, sleeps_and_wakes
 from tests.support.engine_kit import (
     checkpoint,
-    engine_of,
     replay_is_the_reference,
     run,
+    running,
     serves,
-    settings,
     tensors_of,
     update,
 )
@@ -93,17 +92,12 @@ async def test_a_shutdown_leaves_nothing_in_shared_memory(engine, shared_before)
 
 
 async def test_killed_workers_leave_nothing_in_shared_memory(shared_before):
-    with settings(A, *ARGS) as given:
-        engine = engine_of(given)
-        try:
-            await engine.start()
-            killed = engine_children(frozenset())
-            for process in killed:
-                os.kill(process.pid, signal.SIGKILL)
-            psutil.wait_procs(killed, timeout=10)
-            assert bool(_collectives(shared_before)) == IN_SHARED_MEMORY
-        finally:
-            await engine.shutdown()
+    async with running(A, *ARGS):
+        killed = engine_children(frozenset())
+        for process in killed:
+            os.kill(process.pid, signal.SIGKILL)
+        psutil.wait_procs(killed, timeout=10)
+        assert bool(_collectives(shared_before)) == IN_SHARED_MEMORY
     assert leftovers.unused(leftovers.names_now() - shared_before) == frozenset()
 
 

@@ -9,8 +9,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -161,6 +161,18 @@ def settings(model: Path | str, *args: str) -> Iterator[EngineSettings]:
 
 def engine_of(given: EngineSettings) -> VllmEngine:
     return create(given)
+
+
+@asynccontextmanager
+async def running(model: Path, *args: str) -> AsyncIterator[VllmEngine]:
+    """An engine that has started, and is shut down at the end."""
+    with settings(model, *args) as given:
+        engine = engine_of(given)
+        try:
+            await engine.start()
+            yield engine
+        finally:
+            await engine.shutdown()
 
 
 async def run(
