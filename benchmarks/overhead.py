@@ -6,9 +6,9 @@ slows all sides. One measurement differs from the next by a tenth, and one engin
 as much. So most of the time goes to ``AT`` callers, where the goals are, and there to ours beside
 vLLM's server: the rest is measured in one round of ``WHOLE_EVERY`` only.
 
-Rollouts are hundreds of tokens long. With 50 it is the server that answers sooner which looks the
-slower one: its callers come back one by one, so that more of the engine's steps hold a prompt, and
-such a step costs a multiple of one that only decodes where those are CUDA graphs.
+Each step is a CUDA graph on a GPU, as where the model is compiled. Where only those are that hold
+no prompt, a step with one costs a multiple, and it is the server that answers sooner which looks
+the slower one: its callers come back one by one, so that more of the steps hold a prompt.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ from benchmarks.vllm_server import vllm_server
 
 GOAL = 0.95
 AT = 64
-SIZES = ((AT, 400, 200, 0.8), (1, 200, 5, 0.4), (256, 200, 5, 0.9))
-"""Callers, tokens of a rollout on average, how many rounds at most, and the share of the time that
-is left.
-"""
+SIZES = ((AT, 200, 0.85), (1, 5, 0.4), (256, 5, 0.9))
+"""Callers, how many rounds at most, and the share of the time that is left."""
+TOKENS = 200
+"""Of a rollout, on average."""
 SHORT = 100
-"""On a CPU, which runs no graphs and would be through with two rounds; and to be quick."""
+"""On a CPU, which would be through with two rounds; and to be quick."""
 WHOLE, STREAM, BARE = "http", "stream", "bare"
 THEIRS = "vllm serve"
 SAME = "vllm's app"
@@ -76,8 +76,8 @@ async def _measure(quick: bool, front_ends: int, shape: Shape) -> Result:
             kind: _counted(measure, process.get(kind, psutil.Process()), spent, kind)
             for kind, measure in kinds.items()
         }
-        for size, mean, most, share in SIZES[: 1 if quick else None]:
-            tokens = min(mean, SHORT) if is_short else mean
+        tokens = SHORT if is_short else TOKENS
+        for size, most, share in SIZES[: 1 if quick else None]:
             for measure in kinds.values():  # what is made at the first request is made
                 await measure(size, 8)
             spent.clear()

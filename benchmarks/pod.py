@@ -44,8 +44,8 @@ GPU_ARGS = (
     "--gpu-memory-utilization=0.4",
     f"--kv-cache-memory-bytes={32 << 30}",
     "--load-format=dummy",
-    # no compilation, which takes minutes; decode steps are graphs
-    '--compilation-config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
+    # no compilation, which takes minutes; each step is a graph, those with a prompt too
+    '--compilation-config={"mode": 0, "cudagraph_mode": "FULL"}',
 )
 QWEN3_8B = {
     "hidden_size": 4096,
