@@ -21,15 +21,22 @@ def runner():
 
 
 @pytest.fixture(autouse=True)
-def few_plugins(monkeypatch):
-    """Its import takes three seconds, in every process of every test here."""
+def quick(monkeypatch, runner):
+    """Each process of each test here takes seconds to start; the import of schemathesis three."""
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:schemathesis")
+    monkeypatch.setattr(runner, "TOGETHER", {})
+    monkeypatch.setattr(runner, "GRACE_S", 1.0)
 
 
-def run(tests: Path, *args: str) -> tuple[int, list[str]]:
-    command = [sys.executable, str(SCRIPT), "--tests", str(tests), *args, "-p", "no:cacheprovider"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    return done.returncode, done.stdout.splitlines()
+@pytest.fixture
+def run(runner, capfd):
+    """Runs the tiers in a folder; gives the exit status and the lines."""
+
+    def run(tests: Path, *args: str) -> tuple[int, list[str]]:
+        status = runner.main(["--tests", str(tests), *args, "-p", "no:cacheprovider"])
+        return status, capfd.readouterr().out.splitlines()
+
+    return run
 
 
 def tier(tests: Path, name: str, code: str) -> None:
@@ -43,13 +50,17 @@ PASSES = "def test_a(): pass\n"
 def test_sums_all_tiers_and_closes_with_one_line(tmp_path):
     tier(tmp_path, "unit", PASSES + "def test_b(): pass\n")
     tier(tmp_path, "wire", PASSES + "import pytest\n@pytest.mark.skip('why')\ndef test_s(): ...\n")
-    status, lines = run(tmp_path, "unit", "wire")
-    assert (status, lines[-1]) == (0, "3 passed, 0 failed, 1 skipped")
+    command = [sys.executable, str(SCRIPT), "--tests", str(tmp_path), "unit", "wire"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"], capture_output=True, text=True, timeout=100
+    )
+    lines = done.stdout.splitlines()
+    assert (done.returncode, lines[-1]) == (0, "3 passed, 0 failed, 1 skipped")
     assert lines[-4].startswith("unit ")
     assert lines[-4].endswith(" s   2 passed, 0 failed, 0 skipped")
 
 
-def test_a_failure_and_an_error_fail_the_run_and_the_next_tier_still_runs(tmp_path):
+def test_a_failure_and_an_error_fail_the_run_and_the_next_tier_still_runs(tmp_path, run):
     broken = "import pytest\n@pytest.fixture\ndef f(): 1/0\ndef test_e(f): ...\ndef test_f(): 1/0\n"
     tier(tmp_path, "unit", PASSES + broken)
     tier(tmp_path, "wire", PASSES)
@@ -61,14 +72,14 @@ def test_a_failure_and_an_error_fail_the_run_and_the_next_tier_still_runs(tmp_pa
     "code",
     ["", "import nothing_of_that_name\n", "import pytest\npytest.skip(allow_module_level=True)\n"],
 )
-def test_a_tier_without_a_test_fails(tmp_path, code):
+def test_a_tier_without_a_test_fails(tmp_path, run, code):
     tier(tmp_path, "unit", code)
     status, lines = run(tmp_path, "unit")
     assert status == 1
     assert lines[-1].startswith("0 passed, 1 failed")
 
 
-def test_a_tier_that_hangs_is_ended_at_its_deadline(tmp_path):
+def test_a_tier_that_hangs_is_ended_at_its_deadline(tmp_path, run):
     tier(tmp_path, "unit", PASSES + "import time\ndef test_h(): time.sleep(90)\n")
     status, lines = run(tmp_path, "unit", "--deadline", "4")
     assert status == 1
@@ -120,9 +131,9 @@ def test_what_hangs_beside_a_tier_is_ended_and_fails(tmp_path, runner):
     tier(tmp_path, "unit", PASSES)
     (tmp_path / runner.PATIENT).write_text("import time\ndef test_p(): time.sleep(90)\n")
     tier(tmp_path, "cluster", PASSES)
-    *_, beside = runner.run_tiers(["unit", "cluster"], tmp_path, (), deadline_s=20)
+    *_, beside = runner.run_tiers(["unit", "cluster"], tmp_path, (), deadline_s=3)
     assert (beside.tier, beside.ok) == ("chaos", False)
-    assert beside.trouble == "did not end within 20 s"
+    assert beside.trouble == "did not end within 3 s"
 
 
 def test_a_tier_whose_environment_cannot_be_made_fails(tmp_path, runner, monkeypatch):
