@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
+from urllib.request import getproxies
 
 import aiohttp
 from kubernetes.aio import client, config
@@ -56,6 +57,8 @@ class ReplicaApi:
             ApiError: there is no usable configuration.
         """
         settings = client.Configuration()
+        # else each request asks two threads for a proxy and a netrc
+        settings.client_session_kwargs = {"trust_env": bool(getproxies())}
         own = "default"
         try:
             if server is not None:
