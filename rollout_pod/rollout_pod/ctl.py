@@ -9,9 +9,11 @@ from typing import Any, Self
 import httpx
 
 from rollout_pod.protocol import (
+    AT_REST,
     LOCAL_OWNER,
     CachesCleared,
     DesiredDocument,
+    GateState,
     PodPhase,
     Problem,
     SleepTag,
@@ -151,7 +153,7 @@ class Ctl:
 
 def is_paused(state: StateDocument) -> bool:
     """The gate is closed, nothing is left in the engine, and every caller has its partial."""
-    return state.phase in (PodPhase.PAUSED, PodPhase.SLEEPING)
+    return state.gate is GateState.CLOSED and state.phase in AT_REST
 
 
 def is_asleep(tags: Collection[SleepTag], level: int) -> Callable[[StateDocument], bool]:

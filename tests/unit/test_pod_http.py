@@ -431,6 +431,26 @@ async def test_ctl_drives_a_local_pod(tmp_path: Path) -> None:
         await asyncio.to_thread(drive)
 
 
+@pytest.mark.parametrize(
+    ("phase", "gate", "paused"),
+    [
+        ("Paused", "closed", True),
+        ("Sleeping", "closed", True),
+        ("Poisoned", "closed", True),
+        ("Stale", "closed", True),
+        ("Pausing", "closed", False),
+        ("Updating", "closed", False),
+        ("Serving", "open", False),
+        ("Failed", "closed", False),
+    ],
+)
+async def test_ctl_waits_for_a_pause_until_nothing_is_in_the_engine(
+    admin: httpx.AsyncClient, phase: str, gate: str, paused: bool
+) -> None:
+    state = (await admin.get("/admin/v1/state")).json() | {"phase": phase, "gate": gate}
+    assert is_paused(StateDocument.model_validate(state)) is paused
+
+
 async def test_ctl_leaves_an_operators_pod_alone(
     admin: httpx.AsyncClient, pod: Pod, tmp_path: Path
 ) -> None:

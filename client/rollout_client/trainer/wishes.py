@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rollout_client.verdict import Failed, Failure, Reached, Verdict, Waiting
 from rollout_pod.protocol import (
+    AT_REST,
     BASE_VERSION,
     DesiredDocument,
     GateState,
@@ -115,7 +116,7 @@ def judge(wish: Wish, state: StateDocument) -> Verdict:
         return Waiting(progress=f"Failed: {state.last_error or 'the engine is dead'}")
     match wish:
         case Pause():
-            reached = state.gate is GateState.CLOSED and state.phase in _AT_REST
+            reached = state.gate is GateState.CLOSED and state.phase in AT_REST
         case Open():
             reached = state.gate is GateState.OPEN
         case Release(sleep):
@@ -128,10 +129,6 @@ def judge(wish: Wish, state: StateDocument) -> Verdict:
         case Hold():
             return _judge_weights(wish, state)
     return Reached() if reached else Waiting(progress=progress(state))
-
-
-_AT_REST = (PodPhase.PAUSED, PodPhase.SLEEPING, PodPhase.POISONED, PodPhase.STALE)
-"""The engine has no request."""
 
 
 def _is_deep_enough(asked: SleepSpec, state: StateDocument) -> bool:

@@ -52,6 +52,7 @@ from rollout_pod.protocol.push import (
     PushTarget,
 )
 from rollout_pod.protocol.state import (
+    AT_REST,
     EngineInfo,
     FetchProgress,
     GateState,
@@ -75,6 +76,7 @@ from rollout_pod.protocol.wellknown import (
 
 __all__ = [
     "ADMIN_PORT",
+    "AT_REST",
     "BASE_VERSION",
     "DATA_PORT",
     "DESIRED_ANNOTATION",

@@ -1,6 +1,7 @@
 """The state document: all that a pod tells about itself, in one JSON object."""
 
 from enum import StrEnum
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
@@ -28,6 +29,12 @@ class PodPhase(StrEnum):
     DRAINING = "Draining"
     FAILED = "Failed"
     """The engine is dead or did not start."""
+
+
+AT_REST: Final = frozenset({
+    PodPhase.PAUSED, PodPhase.SLEEPING, PodPhase.POISONED, PodPhase.STALE
+})  # fmt: skip
+"""Where the gate is closed, too, the engine holds no request, and every caller has its partial."""
 
 
 class GateState(StrEnum):
