@@ -68,7 +68,7 @@ def end_of(spec: RolloutSpec, seen: Seen, now: float) -> End | None:
     found = [
         (member, end)
         for member in group_of(seen)
-        if (end := _end(member, lost=_on_lost_node(seen, member))) is not None
+        if (end := _end(member, lost=seen.on_lost_node(member))) is not None
     ]
     ends = [(member, end) for member, end in found if not _is_effect(seen, member, end)]
     if not ends:
@@ -212,12 +212,6 @@ def _weight(end: End) -> int:
     if not end.failure:
         return 0
     return {Reason.EVICTED: 1, Reason.OOM_KILLED: 2}.get(end.reason, 3)
-
-
-def _on_lost_node(seen: Seen, pod: PodSeen) -> bool:
-    if pod is seen.pod:
-        return seen.node is not None and seen.node.lost
-    return pod.name in seen.lost
 
 
 def _end(pod: PodSeen, *, lost: bool) -> End | None:

@@ -144,7 +144,7 @@ def _end_all(
     message = f"{why.message}; the pods of all nodes are replaced"
     if start > now:
         message += f". The next ones start at {rfc3339(start)}"
-    overdue = [p.delete_by + OVERDUE_S for p in pods if p.deleting and _on_lost_node(seen, p)]
+    overdue = [p.delete_by + OVERDUE_S for p in pods if p.deleting and seen.on_lost_node(p)]
     if overdue:
         message += f", once the lost node tells of its pod's end, or at {rfc3339(max(overdue))}"
     verdict = Verdict(reason=why.reason, message=message)
@@ -168,7 +168,7 @@ def _let_go(
     waits: list[float] = []
     for pod in pods:
         if pod.deleting:
-            if now >= pod.delete_by + OVERDUE_S and _on_lost_node(seen, pod):
+            if now >= pod.delete_by + OVERDUE_S and seen.on_lost_node(pod):
                 text = f"its node {pod.node} is lost"
                 lost = End(reason=Reason.NODE_LOST, message=text, failure=False)
                 actions.append(_delete(pod, lost, force=True))
@@ -179,12 +179,6 @@ def _let_go(
         else:
             actions.append(_delete(pod, why))
     return tuple(actions), waits
-
-
-def _on_lost_node(seen: Seen, pod: PodSeen) -> bool:
-    if pod is seen.pod:
-        return seen.node is not None and seen.node.lost
-    return pod.name in seen.lost
 
 
 def _delete(pod: PodSeen, end: End, *, force: bool = False) -> DeletePod:

@@ -188,6 +188,12 @@ class Seen:
     node: NodeState | None = None
     """Of a pod that :func:`ends.depends_on_node`; None else: nodes are not watched."""
 
+    def on_lost_node(self, pod: PodSeen) -> bool:
+        """Tell whether nobody will ever say that this pod of ours has ended."""
+        if pod is self.pod:
+            return self.node is not None and self.node.lost
+        return pod.name in self.lost
+
 
 def ownership(raw: Raw, *, name: str, uid: str) -> Ownership:
     """Tell whether an object belongs to the replica ``name`` with ``uid``."""
