@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from rollout_operator import logs
 from rollout_operator.app import run
+from rollout_operator.apply.errors import NoConfiguration
 from rollout_operator.runtime import Runtime
 from rollout_operator.settings import Settings
 
@@ -35,7 +36,10 @@ def main() -> None:
     # what was imported stays for good: no collection need walk over it
     gc.collect()
     gc.freeze()
-    asyncio.run(_run(settings))
+    try:
+        asyncio.run(_run(settings))
+    except NoConfiguration as error:
+        sys.exit(f"rollout-operator: {error}")
 
 
 async def _run(settings: Settings) -> None:

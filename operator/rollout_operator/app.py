@@ -78,8 +78,13 @@ def configure(settings: kopf.OperatorSettings) -> None:
 
 
 async def run(runtime: Runtime, *, stop_flag: asyncio.Event | None = None) -> None:
-    """Run until a signal, ``stop_flag`` or an error that a restart has to mend."""
+    """Run until a signal, ``stop_flag`` or an error that a restart has to mend.
+
+    Raises:
+        NoConfiguration: nothing says where the API server is.
+    """
     namespaces = runtime.settings.namespaces()
+    await runtime.connect()
     await kopf.operator(
         registry=build_registry(runtime),
         clusterwide=not namespaces,

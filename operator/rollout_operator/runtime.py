@@ -35,6 +35,7 @@ class Runtime:
         self.watching = asyncio.Event()
         """Set when the watches begin."""
         self._stack = AsyncExitStack()
+        self._kube: KubeApi | None = None
         self._core: Core | None = None
 
     @property
@@ -44,9 +45,20 @@ class Runtime:
             raise RuntimeError("the operator has not started")
         return self._core.hub
 
+    async def connect(self) -> None:
+        """Find the API server, before all else: what is wrong there no second try mends.
+
+        Raises:
+            NoConfiguration: nothing says where it is.
+        """
+        self._kube = await KubeApi.connect(metrics=self.metrics, server=self.server)
+        self._stack.push_async_callback(self._kube.close)
+
     async def start(self) -> None:
         """Start all parts; waits until the API server serves our kind."""
-        settings = self.settings
+        settings, kube = self.settings, self._kube
+        if kube is None:
+            raise RuntimeError("connect first")
         self.ports = await self._stack.enter_async_context(
             serving(
                 metrics=self.metrics,
@@ -57,8 +69,6 @@ class Runtime:
                 probe_port=settings.probe_port,
             )
         )
-        kube = await KubeApi.connect(metrics=self.metrics, server=self.server)
-        self._stack.push_async_callback(kube.close)
         pods = await self._stack.enter_async_context(
             PodClient(
                 metrics=self.metrics,

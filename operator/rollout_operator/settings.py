@@ -26,7 +26,7 @@ class Settings(BaseSettings):
     watch_namespaces: Annotated[tuple[str, ...], NoDecode] = ()
     """Comma-separated; empty: the operator's own namespace."""
     cluster_wide: bool = False
-    default_image: str = "rollout-pod:latest"
+    default_image: str = "localhost/rollout-pod:dev"
     """What pods run where neither ``spec.image`` nor the template names an image."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     replica_selector: str = ""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rollout_operator import __main__ as program
 from rollout_operator.api import names
 from rollout_operator.api.quantity import parse_bytes
 from rollout_operator.api.replica import Replica
@@ -243,3 +244,17 @@ async def test_a_worker_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch):
     assert late is not None
     assert late[0] == KEY
     await workers.stop()
+
+
+@pytest.mark.parametrize("content", [None, "clusters: {", "apiVersion: v1\nkind: Config\n"])
+def test_without_a_kubeconfig_the_operator_says_so_and_ends(tmp_path, monkeypatch, content):
+    file = tmp_path / "config"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setenv("KUBECONFIG", str(file))
+    command = ["rollout-operator", "--watch-namespaces=a", "--metrics-port=0", "--probe-port=0"]
+    monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    monkeypatch.setattr(program.logs, "configure", lambda **_: None)
+    with pytest.raises(SystemExit, match=r"no way to the API server: .*; set KUBECONFIG"):
+        program.main()

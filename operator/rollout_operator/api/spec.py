@@ -8,7 +8,7 @@ from pydantic.alias_generators import to_camel
 
 from rollout_operator.api.names import MAX_NODES
 from rollout_operator.api.quantity import parse_bytes
-from rollout_pod.protocol import URL_PATTERN
+from rollout_pod.protocol import URL_PATTERN, SleepTag
 
 VERSION_PLACEHOLDER: Final = "{version}"
 VERSION_PATTERN: Final = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
@@ -96,13 +96,6 @@ class Interruption(_Part):
 
     mode: InterruptionMode = InterruptionMode.ABORT
     timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
-
-
-class SleepTag(StrEnum):
-    """A part of the engine's memory, by vLLM's name."""
-
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
 
 
 class Sleep(_Part):

@@ -38,3 +38,7 @@ class KubeError(Exception):
 
 
 _INVALID: Final = (400, 413, 422)
+
+
+class NoConfiguration(Exception):
+    """Neither a service account nor a kubeconfig says where the API server is."""

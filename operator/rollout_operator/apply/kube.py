@@ -11,7 +11,7 @@ import aiohttp
 from kubernetes.aio import client, config
 
 from rollout_operator.api import names
-from rollout_operator.apply.errors import KubeError
+from rollout_operator.apply.errors import KubeError, NoConfiguration
 from rollout_operator.metrics import Metrics
 
 JsonObject = dict[str, Any]
@@ -89,16 +89,23 @@ class KubeApi:
 
     @classmethod
     async def connect(cls, *, metrics: Metrics, server: str | None = None) -> "KubeApi":
-        """Connect by the service account, else by the kubeconfig, or plainly to ``server``."""
+        """Connect by the service account, else by the kubeconfig, or plainly to ``server``.
+
+        Raises:
+            NoConfiguration: there is no usable one.
+        """
         settings = client.Configuration()
         # else each request asks two threads for a proxy and a netrc
         settings.client_session_kwargs = {"trust_env": bool(getproxies())}
-        if server is not None:
-            settings.host = server
-        elif os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
-            config.load_incluster_config(client_configuration=settings)
-        else:
-            await config.load_kube_config(client_configuration=settings)
+        try:
+            if server is not None:
+                settings.host = server
+            elif os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+                config.load_incluster_config(client_configuration=settings)
+            else:
+                await config.load_kube_config(client_configuration=settings)
+        except (config.ConfigException, OSError) as error:
+            raise NoConfiguration(f"no way to the API server: {error}; set KUBECONFIG") from error
         return cls(client.ApiClient(settings), metrics=metrics)
 
     async def close(self) -> None:
