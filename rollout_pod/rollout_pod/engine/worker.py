@@ -215,12 +215,6 @@ class RolloutWorker:
             for name, tensor in model.named_parameters()
         }
 
-    def rollout_stop_receiver(self) -> None:
-        """Close the socket."""
-        self._rollout_receiver.close()
-        if self._rollout_staging is not None:
-            self._rollout_staging.close()
-
     def rollout_rank(self) -> int:
         """Global: data-parallel index x world + rank."""
         parallel = self.vllm_config.parallel_config
