@@ -539,7 +539,7 @@ async def test_an_engine_that_hangs_in_a_load_is_not_the_versions_fault(tmp_path
 async def test_an_engine_that_never_reports_a_load_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_pod.supervisor.acts._REPORT_S", 0.05)
+    monkeypatch.setattr("rollout_pod.supervisor.transfer._REPORT_S", 0.05)
 
     async def never(*_: object, **__: object) -> None:
         await asyncio.Event().wait()

@@ -29,6 +29,7 @@ from rollout_pod.supervisor import plan
 from rollout_pod.supervisor.acts import Acts
 from rollout_pod.supervisor.board import Board
 from rollout_pod.supervisor.caches import CacheClearing
+from rollout_pod.supervisor.faults import Faults
 from rollout_pod.supervisor.heartbeat import PERIOD_S, Heartbeat
 from rollout_pod.supervisor.plan import next_step
 from rollout_pod.supervisor.ports import WeightsAgent
@@ -37,6 +38,7 @@ from rollout_pod.supervisor.sleeping import Sleeping
 from rollout_pod.supervisor.staging import Staging
 from rollout_pod.supervisor.state import EngineStatus, is_ready, phase_of
 from rollout_pod.supervisor.store import Store, record_of
+from rollout_pod.supervisor.transfer import Transfer
 
 log = structlog.get_logger(__name__)
 
@@ -86,9 +88,11 @@ class Supervisor:
         self._staging = Staging(
             self.board, self.engine, self.agent, self._wake.set, self.stages_on_device
         )
+        self._faults = Faults(self.board, self.gate, self.store, self.metrics, self._staging)
+        self._transfer = Transfer(self.board, self.engine, self.agent, self._faults)
         self._acts = Acts(
-            self.board, self.engine, self.gate, self.agent, self.store, self.metrics,
-            self._staging, self._wake,
+            self.board, self.engine, self.gate, self.store, self.metrics,
+            self._staging, self._faults, self._wake,
         )  # fmt: skip
         self._sleeping = Sleeping(self.board, self.engine, self.gate)
         self._caches = CacheClearing(self.board, self.engine)
@@ -237,7 +241,7 @@ class Supervisor:
         self._wake.clear()
         error = self.engine.dead_error() if self.board.state.engine is EngineStatus.UP else None
         if error:
-            self._acts.fail_engine(error)
+            self._faults.fail_engine(error)
         now = time.monotonic()
         step = next_step(self.board.desired, self.board.state, now)
         if isinstance(step, plan.Wait):
@@ -248,7 +252,7 @@ class Supervisor:
             await self._do(step)
         except (EngineDeadError, EngineError) as error:
             # one that cannot pause, resume or take a name cannot be steered
-            self._acts.fail_engine(str(error))
+            self._faults.fail_engine(str(error))
 
     async def _do(self, step: plan.Step) -> None:
         acts = self._acts
@@ -264,7 +268,7 @@ class Supervisor:
             case plan.Cancel(mode):
                 await acts.cancel(mode)
             case plan.Transfer(ref, session, flush, on_device):
-                await acts.transfer(ref, session, flush=flush, on_device=on_device)
+                await self._transfer.load(ref, session, flush=flush, on_device=on_device)
             case plan.ClearCaches():
                 await acts.clear_caches()
             case plan.Commit(ref):
@@ -305,7 +309,7 @@ class Supervisor:
                     raise EngineStartError(death)
             await start
         except EngineStartError as error:
-            self._acts.fail_engine(str(error))
+            self._faults.fail_engine(str(error))
             raise PodFailed(str(error)) from error
         finally:
             start.cancel()  # where nobody waits for it any more
@@ -325,7 +329,7 @@ class Supervisor:
                 await self._wake.wait()
 
     def _hung(self, error: str) -> None:
-        self._acts.fail_engine(error)
+        self._faults.fail_engine(error)
         self._wake.set()
 
     def _note_generation(self) -> None:
