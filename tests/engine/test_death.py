@@ -13,7 +13,7 @@ from rollout_pod.engine import leftovers
 from rollout_pod.engine.base import EngineDeadError
 from rollout_pod.engine.processes import engine_children
 from rollout_pod.protocol import SleepTag
-from rollout_pod.weights.sender import ManifestError
+from rollout_pod.weights.session_errors import ManifestError
 from tests.support.engine_kit import checkpoint, run, tensors_of, update
 
 pytestmark = [

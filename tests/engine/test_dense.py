@@ -9,7 +9,7 @@ import torch
 from rollout_pod.engine.base import EngineError, EngineRequest, InvalidTokens
 from rollout_pod.engine.vllm import VllmEngine
 from rollout_pod.protocol import SleepTag
-from rollout_pod.weights.sender import ManifestError
+from rollout_pod.weights.session_errors import ManifestError
 from tests.support.engine_checks import (
     cut_three_times_equals_uncut,
     log_probs_are_of_what_was_sampled,

@@ -7,7 +7,7 @@ import pytest
 from examples.tiny_models import make
 from rollout_pod.engine.base import EngineOutput
 from rollout_pod.engine.vllm import VllmEngine
-from rollout_pod.weights.sender import ManifestError
+from rollout_pod.weights.session_errors import ManifestError
 from tests.support.engine_kit import (
     digests,
     run_all,

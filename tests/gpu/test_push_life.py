@@ -17,7 +17,7 @@ import torch
 from benchmarks.rank import Rank, rank
 from benchmarks.synthetic import SHAPES, make_tensors
 from rollout_pod.weights.cuda import Cuda
-from rollout_pod.weights.sender import SessionError
+from rollout_pod.weights.session_errors import SessionError
 from rollout_pod.weights.trainer import WeightSender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]

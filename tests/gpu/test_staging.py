@@ -14,7 +14,7 @@ from examples.tiny_models import make
 from rollout_pod.engine.base import EngineError, EngineSettings, EngineStartError
 from rollout_pod.engine.vllm import VllmEngine
 from rollout_pod.weights.cuda import Cuda
-from rollout_pod.weights.sender import TransferFailed
+from rollout_pod.weights.session_errors import TransferFailed
 from rollout_pod.weights.trainer import WeightSender
 from tests.support.engine_kit import digests, engine_of, run
 from tests.support.push_kit import on_gpu, push, says, stage, switch

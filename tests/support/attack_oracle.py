@@ -1,8 +1,8 @@
 """What must hold whatever happens to a pod, judged by what its engine really did.
 
-The six invariants of the design: (1) what serves is committed on every rank, with clean caches;
-(2) ``/readyz``; (3) paused means at rest, every caller answered; (4) no token of an unknown or
-another version than its span names, none lost; (5) an incomplete load is never resumed from;
+The six invariants of docs/invariants.md: (1) what serves is committed on every rank, with clean
+caches; (2) ``/readyz``; (3) paused means at rest, every caller answered; (4) no token of an unknown
+or another version than its span names, none lost; (5) an incomplete load is never resumed from;
 (6) liveness is about the engine.
 """
 

@@ -166,7 +166,7 @@ class Pod:
         raise NotImplementedError
 
     def look(self) -> None:
-        """In every turn: the design's invariants."""
+        """In every turn: the invariants of docs/invariants.md."""
 
     async def answer(
         self, verb: str, token: str, *, body: str | None, query: dict[str, str] | None

@@ -32,7 +32,8 @@ from rollout_pod.engine.vllm import VllmEngine, create
 from rollout_pod.weights.buckets import make_plan
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.segment import Segment
-from rollout_pod.weights.sender import Session, SessionError
+from rollout_pod.weights.sender import Session
+from rollout_pod.weights.session_errors import SessionError
 from tests.support.tiny_vision import make_vision
 
 SHM = Path("/dev/shm")

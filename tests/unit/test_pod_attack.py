@@ -1,4 +1,4 @@
-"""The pod under attack: thousands of interleavings, and the design's invariants after each turn.
+"""The pod under attack: thousands of interleavings, and docs/invariants.md after each turn.
 
 ``ATTACK_EXAMPLES=20000`` runs longer; a failure prints how to reproduce it.
 """

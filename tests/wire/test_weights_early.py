@@ -10,7 +10,8 @@ import torch
 
 from rollout_pod.weights import direct, wire
 from rollout_pod.weights.device import DeviceError
-from rollout_pod.weights.sender import RanksError, Session, TransferFailed
+from rollout_pod.weights.sender import Session
+from rollout_pod.weights.session_errors import RanksError, TransferFailed
 from rollout_pod.weights.talking import Talker
 from tests.support.fake_device import FakeDevice
 from tests.support.updates import Loads, sender, start_on, update

@@ -8,7 +8,8 @@ from rollout_pod.weights.device import NotExportableError
 from rollout_pod.weights.fill import spec_of
 from rollout_pod.weights.hashes import hashed
 from rollout_pod.weights.manifest import Manifest
-from rollout_pod.weights.sender import ManifestError, Session, TransferFailed
+from rollout_pod.weights.sender import Session
+from rollout_pod.weights.session_errors import ManifestError, TransferFailed
 from rollout_pod.weights.trainer import WeightSender
 from tests.support.fake_device import FakeDevice
 from tests.support.updates import update

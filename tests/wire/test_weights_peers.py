@@ -20,7 +20,8 @@ from rollout_pod.weights.push import send_weights
 from rollout_pod.weights.receiver import Receiver
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.segment import Segment
-from rollout_pod.weights.sender import Session, TransferFailed
+from rollout_pod.weights.sender import Session
+from rollout_pod.weights.session_errors import TransferFailed
 from rollout_pod.weights.wire import PROTOCOL
 from tests.support.weights import (
     Gate,

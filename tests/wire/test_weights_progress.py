@@ -11,7 +11,8 @@ from rollout_pod.weights import talking, wire
 from rollout_pod.weights.device import DeviceError
 from rollout_pod.weights.fill import Filler, spec_of
 from rollout_pod.weights.loader import Expected
-from rollout_pod.weights.sender import ManifestError, Session, TransferFailed
+from rollout_pod.weights.sender import Session
+from rollout_pod.weights.session_errors import ManifestError, TransferFailed
 from rollout_pod.weights.trainer import SentWeights, WeightSender
 from tests.support.fake_device import FakeDevice
 from tests.support.weights import Place, make_place, same, until

@@ -11,7 +11,8 @@ from rollout_pod.weights.fill import spec_of
 from rollout_pod.weights.loader import Expected
 from rollout_pod.weights.replay import UploadReplayer
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.sender import Session, TransferFailed
+from rollout_pod.weights.sender import Session
+from rollout_pod.weights.session_errors import TransferFailed
 from rollout_pod.weights.trainer import WeightSender
 from tests.support.fake_device import FakeDevice
 from tests.support.weights import Place, make_place, same

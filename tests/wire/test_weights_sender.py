@@ -19,7 +19,8 @@ from rollout_pod.weights.greeting import Greeter
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.memory import Memories
 from rollout_pod.weights.peer import RankPeer
-from rollout_pod.weights.sender import ManifestError, RanksError, Session, TransferFailed
+from rollout_pod.weights.sender import Session
+from rollout_pod.weights.session_errors import ManifestError, RanksError, TransferFailed
 from rollout_pod.weights.talking import Talker
 from rollout_pod.weights.trainer import WeightSender
 from tests.support.fake_device import FakeDevice

@@ -10,7 +10,7 @@ from rollout_pod.weights.fill import spec_of
 from rollout_pod.weights.loader import Expected
 from rollout_pod.weights.replay import HostReplayer
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.sender import TransferFailed
+from rollout_pod.weights.session_errors import TransferFailed
 from rollout_pod.weights.shadow import Shadow, ShadowError
 from rollout_pod.weights.trainer import WeightSender
 from tests.support.fake_device import FakeDevice

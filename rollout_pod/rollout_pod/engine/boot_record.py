@@ -1,4 +1,4 @@
-"""What the boot load was given: the yardstick of every later update (DESIGN section 4).
+"""What the boot load was given: the yardstick of every later update.
 
 The model's own parameter names are fused, and loaders skip tensors, so the only thing that can be
 compared with a manifest is what passed through the loader at boot. vLLM's default loader is

@@ -7,7 +7,7 @@ from rollout_pod.weights import agent_wire
 from rollout_pod.weights.headers import SourceError
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.segment import RoomError
-from rollout_pod.weights.sender import ManifestError, RanksError, TransferFailed
+from rollout_pod.weights.session_errors import ManifestError, RanksError, TransferFailed
 from rollout_pod.weights.wire import Report
 
 log = logging.getLogger(__name__)

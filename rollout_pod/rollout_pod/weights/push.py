@@ -9,7 +9,8 @@ from rollout_pod.weights.buckets import WINDOW
 from rollout_pod.weights.fill import Filler, Ring, SegmentRing, SourceChangedError, spec_of
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.sender import Session, TransferFailed
+from rollout_pod.weights.sender import Session
+from rollout_pod.weights.session_errors import TransferFailed
 
 __all__ = ["send_weights", "spec_of", "stream"]
 

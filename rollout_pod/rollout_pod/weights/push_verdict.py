@@ -14,7 +14,7 @@ from rollout_pod.weights.push_errors import (
 )
 from rollout_pod.weights.push_link import Refusal, Watch
 from rollout_pod.weights.segment import RoomError
-from rollout_pod.weights.sender import ManifestError, RanksError
+from rollout_pod.weights.session_errors import ManifestError, RanksError
 
 PASSING: Final = frozenset(
     {

@@ -29,7 +29,7 @@ from rollout_pod.weights.push_placement import Placement
 from rollout_pod.weights.push_verdict import NotNow, after_the_offer, before_the_offer
 from rollout_pod.weights.push_waiting import RETRY_S, until_needed
 from rollout_pod.weights.segment import RoomError
-from rollout_pod.weights.sender import ManifestError, RanksError, SessionError
+from rollout_pod.weights.session_errors import ManifestError, RanksError, SessionError
 from rollout_pod.weights.trainer import Mode, SentWeights, Tensors, Transport
 
 __all__ = [

@@ -21,6 +21,7 @@ from rollout_pod.weights.peer import RankPeer
 from rollout_pod.weights.progress import Counters, look_out, watch
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.segment import PUSH_PREFIX, Segment, remove_orphans
+from rollout_pod.weights.session_errors import ManifestError, RanksError, TransferFailed
 
 TICK_S: Final = 0.1
 """How soon a cancelled session notices."""
@@ -33,37 +34,6 @@ CONNECT_S: Final = 2.0
 
 Show = Callable[[Manifest, "wire.Direct | None"], None]
 Meanwhile = Callable[[Show], None]
-
-
-class SessionError(Exception):
-    """Base of all that can go wrong with a session."""
-
-
-class RanksError(SessionError):
-    """A rank is not there, is busy, or is another than was addressed.
-
-    ``retryable``: the same session may succeed later without anybody mending anything.
-    """
-
-    def __init__(self, message: str, *, retryable: bool = True) -> None:
-        super().__init__(message)
-        self.retryable = retryable
-
-
-class ManifestError(SessionError):
-    """The ranks do not take this manifest. ``problems`` are those of all ranks."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("; ".join(shorten(problems, 8)))
-        self.problems = tuple(problems)
-
-
-class TransferFailed(SessionError):
-    """The bytes did not arrive whole. ``reports`` are those that came in."""
-
-    def __init__(self, message: str, reports: Sequence[LoadReport] = ()) -> None:
-        super().__init__(message)
-        self.reports = tuple(reports)
 
 
 @dataclass

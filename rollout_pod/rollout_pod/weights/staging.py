@@ -17,7 +17,8 @@ from rollout_pod.weights.headers import SourceError
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.reading import HangError, Readers
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.sender import Session, TransferFailed
+from rollout_pod.weights.sender import Session
+from rollout_pod.weights.session_errors import TransferFailed
 from rollout_pod.weights.slots import Slot, SlotKey, Slots
 from rollout_pod.weights.source_kinds import FolderSource, Source, source_of, verify_all
 

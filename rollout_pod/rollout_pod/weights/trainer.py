@@ -26,7 +26,8 @@ from rollout_pod.weights.fill import (
 from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.push import stream
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.sender import Meanwhile, RanksError, Session, Show, TransferFailed
+from rollout_pod.weights.sender import Meanwhile, Session, Show
+from rollout_pod.weights.session_errors import RanksError, TransferFailed
 from rollout_pod.weights.trainer_look import UNHASHED, Look, Looker, Mode, Tensors, step
 from rollout_pod.weights.trainer_memory import TrainerMemory
 

@@ -14,7 +14,8 @@ from rollout_pod.weights.direct import Exports
 from rollout_pod.weights.fill import Filler, fits, spec_of
 from rollout_pod.weights.hashes import hashed
 from rollout_pod.weights.manifest import Manifest
-from rollout_pod.weights.sender import Session, TransferFailed
+from rollout_pod.weights.sender import Session
+from rollout_pod.weights.session_errors import TransferFailed
 
 Mode = Literal["auto", "bucketed", "direct"]
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
