@@ -1,11 +1,10 @@
 """verl's transfer beside ours: the same tensors, the same GPU, the same run.
 
-Takes verl's published package from the folder ``VERL_PATH``; it is never installed, and only the
-module that moves weights is imported, since the rest needs Ray and more::
+Takes verl's published package from the folder that ``VERL_PATH`` names. It lies aside, without what
+it depends on: only the module that moves weights is imported, since the rest needs Ray and more::
 
-    pip download verl==0.9.1 --no-deps --dest /tmp/verl
-    unzip -q /tmp/verl/verl-0.9.1-*.whl -d .gpu/extra
-    VERL_PATH=.gpu/extra python -m benchmarks update-verl
+    pip install --no-deps --target /tmp/verl verl==0.9.1
+    VERL_PATH=/tmp/verl python -m benchmarks update-verl
 
 Either receiver copies each tensor into parameters that are fused as an engine fuses them; verl's by
 ``copy_`` into views that were made before. A time is from the sender's call to its end, of the
@@ -38,6 +37,10 @@ from rollout_pod.weights.trainer import WeightSender
 SHAPE = "qwen3-8b"
 DEFAULT_MB = 2048
 """verl's own."""
+MODULE = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
+INSTALL = """Install verl aside, without its dependencies, and name the folder:
+    pip install --no-deps --target /tmp/verl verl==0.9.1
+    VERL_PATH=/tmp/verl python -m benchmarks update-verl"""
 
 
 def run(quick: bool) -> Result:
@@ -86,13 +89,19 @@ def run(quick: bool) -> Result:
 
 
 def transfer() -> types.ModuleType:
-    """verl's module, without the packages around it."""
-    root = Path(os.environ.get("VERL_PATH", ".gpu/extra")) / "verl"
-    name = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
-    if not (root.parent / (name.replace(".", "/") + ".py")).is_file():
-        print(f"verl is not in {root.parent}: see the head of benchmarks/update_verl.py")
+    """verl's module, without the packages around it.
+
+    Exits with code 3 where it is not to be had, as without a GPU.
+    """
+    folder = os.environ.get("VERL_PATH")
+    if not folder:
+        print(f"VERL_PATH is not set. {INSTALL}")
         raise SystemExit(3)
-    parts = name.split(".")[:-1]
+    root = Path(folder) / "verl"
+    if not (root.parent / (MODULE.replace(".", "/") + ".py")).is_file():
+        print(f"verl 0.9.1 is not in {folder} (VERL_PATH). {INSTALL}")
+        raise SystemExit(3)
+    parts = MODULE.split(".")[:-1]
     for depth in range(1, len(parts) + 1):
         _hollow(".".join(parts[:depth]), root.parent.joinpath(*parts[:depth]))
     _hollow("verl.utils", root / "utils")
@@ -100,7 +109,7 @@ def transfer() -> types.ModuleType:
     utils = types.ModuleType("verl.workers.rollout.utils")
     utils.ensure_async_iterator = _iterate  # type: ignore[attr-defined]  # a module made here
     sys.modules[utils.__name__] = utils
-    return importlib.import_module(name)
+    return importlib.import_module(MODULE)
 
 
 def _hollow(name: str, folder: Path) -> None:
