@@ -86,6 +86,8 @@ class Gate:
     keeps: bool = False
     """Requests admitted from now on are tracked, so that an update may keep them."""
     is_draining: bool = False
+    is_dead: bool = False
+    """So is the engine: no version comes any more."""
     name: str = ""
     """Sets the engine's ids of this gate's requests apart from those of other gates."""
     _live: dict[str, Live] = field(default_factory=dict)
@@ -117,6 +119,7 @@ class Gate:
         gone: Callable[[], Coroutine[None, None, None]] | None = None,
         on_admit: Callable[[Admission], None] | None = None,
         on_delta: OnTokens | None = None,
+        has_begun: bool = False,
     ) -> Finished | Refused:
         """Pass the gate and run the request that ``make(engine_id)`` gives to its final output.
 
@@ -125,20 +128,23 @@ class Gate:
         ``gone`` returns when the caller has gone: its request is aborted in the engine, and
         nothing of it stays behind.
 
+        ``has_begun``: it goes on with an answer that only its caller holds. Where no version is
+        committed it waits for the next one, as behind a closed gate.
+
         Raises:
-            NotReady: no version is committed.
+            NotReady: no version is committed, and the answer has not begun; or the engine is dead.
             Draining: the pod ends.
             DuplicateRequest: the id is alive, here or parked.
             GateStayedClosed: parked for longer than ``timeout_s``.
         """
         self.check_new(request_id)
-        if not self._is_passable() and on_pause is OnPause.RETURN:
+        if not self._is_passable(has_begun) and on_pause is OnPause.RETURN:
             return Refused(self.generation)
         watcher = asyncio.create_task(gone()) if gone else None
         deadline = time.monotonic() + timeout_s
         self._parked[request_id] = False
         try:
-            while not self._is_passable():
+            while not self._is_passable(has_begun):
                 await self._wait_for_change(deadline, watcher)
                 if self._parked[request_id] or (watcher and watcher.done()):
                     return Refused(self.generation, CancelReason.CANCELLED)
@@ -184,9 +190,14 @@ class Gate:
         self._wake()
 
     def unpublish(self) -> None:
-        """No version may be served: parked and new requests fail with ``NotReady``."""
+        """No version may be served: what has not begun fails with ``NotReady``."""
         self.weights = None
         self._wake()
+
+    def fail(self) -> None:
+        """The engine is dead: everything that is parked, and all that is new, is sent away."""
+        self.is_dead = True
+        self.unpublish()
 
     def drain(self) -> None:
         """Refuse everything new; what is in flight goes on."""
@@ -323,12 +334,12 @@ class Gate:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    def _is_passable(self) -> bool:
+    def _is_passable(self, has_begun: bool = False) -> bool:
         if self.is_draining:
             raise Draining
-        if self.weights is None:
+        if self.is_dead or (self.weights is None and not has_begun):
             raise NotReady
-        return self.is_open
+        return self.weights is not None and self.is_open
 
     def _admit(
         self, request_id: str, make: Callable[[str], EngineRequest], on_delta: OnTokens | None

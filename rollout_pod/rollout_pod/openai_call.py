@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-from rollout_pod.admission import Draining, Finished, Refused
+from rollout_pod.admission import Admission, Draining, Finished, Refused
 from rollout_pod.engine.base import EngineOutput, EngineRequest
 from rollout_pod.engine.front_end import Passage
 from rollout_pod.gate import Gate
@@ -79,6 +79,8 @@ class GatedCall:
         self._choices = 0
         self._spans: dict[int, list[ChoiceWeightVersionSpan]] = {}
         self._gone: list[asyncio.Event] = []
+        self._has_begun = False
+        """The engine has had a sequence of it: what that gave would be lost with the call."""
         self.error: BaseException | None = None
         """The first one that a sequence ended by."""
 
@@ -91,7 +93,7 @@ class GatedCall:
         """See ``Call``.
 
         Raises:
-            NotReady: no version is committed (any more).
+            NotReady: no version is committed, and nothing was generated yet.
             Draining: the pod ends, and whatever it was to go on with.
             GateStayedClosed: the time to wait is over.
         """
@@ -105,11 +107,15 @@ class GatedCall:
         waits = True
         self._patience.begin()
 
-        def end_of_wait(_: object = None) -> None:
+        def end_of_wait() -> None:
             nonlocal waits
             if waits:
                 self._patience.end()
             waits = False
+
+        def admitted(_: Admission) -> None:
+            self._has_begun = True
+            end_of_wait()
 
         try:
             outcome = await self._gate.generate(
@@ -118,7 +124,8 @@ class GatedCall:
                 on_pause=OnPause.RETURN if self._returns_partials else OnPause.WAIT,
                 timeout_s=timeout_s,
                 gone=is_gone,
-                on_admit=end_of_wait,
+                on_admit=admitted,
+                has_begun=self._has_begun,
                 on_delta=lambda *_: None,  # tracked: an update that keeps requests keeps this one
             )
         finally:

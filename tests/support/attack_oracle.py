@@ -366,6 +366,9 @@ class Oracle:
             assert caller.left_at is not None or waited >= patience, "sent away too early"
         else:
             assert isinstance(error, NotReady | Draining), f"a caller got {error!r}"
+            has_begun = isinstance(caller.operation, StartOpenAI) and bool(caller.tokens)
+            is_lost = has_begun and isinstance(error, NotReady) and not engine.dead
+            assert not is_lost, "half an answer was thrown away, though a version came"
         labels = [w.version for _, w in caller.streamed] or caller.labels
         tokens = [t for t, _ in caller.streamed] or caller.tokens
         if tokens:  # what it received before is good all the same

@@ -24,7 +24,9 @@ def channel_pair(
 class Attached:
     """A front end that was put behind a gate, with what has to end with it."""
 
-    def __init__(self, gate: SharedGate, engine: Engine, index: int) -> None:
+    def __init__(
+        self, gate: SharedGate, engine: Engine, index: int, *, is_attached: bool = True
+    ) -> None:
         self.front_end = FrontEnd(index, engine)
         self.main, self.front_end.channel = channel_pair(
             {**gate.notes_of(index), "failed": lambda _: None},
@@ -36,7 +38,8 @@ class Attached:
             engine, self.front_end.gate, max_model_len=lambda: 100_000,
             elsewhere=self.front_end.elsewhere,
         )  # fmt: skip
-        self.front_end.attached.set()
+        if is_attached:
+            self.front_end.take_requests()
         gate.join(Member(index, self.main))
         self._counting = asyncio.create_task(self.front_end.count(), name=f"counts {index}")
 

@@ -181,6 +181,45 @@ class TestTheSharedGate:
             with pytest.raises(NotReady):
                 await pod.ask(3, "r")
 
+    async def test_one_that_is_not_attached_yet_is_not_ready_whatever_it_was_told(self) -> None:
+        async with Pod() as pod:
+            pod.gate.close(CancelReason.PAUSED)
+            late = Attached(pod.gate, pod.engine, 9, is_attached=False)
+            pod.members.append(late)
+            other = WeightsRef(version="base", step=2)
+            pod.gate.weights = other
+            with pytest.raises(NotReady):
+                await pod.ask(3, "r", on_pause="wait")
+            pod.gate.open(other, 7)
+            await asyncio.sleep(0.01)
+            with pytest.raises(NotReady):
+                await pod.ask(3, "r", on_pause="wait")
+            late.front_end.take_requests()
+            answer = await pod.ask(3, "r", sampling_params={"max_tokens": 2})
+            assert (answer.generation, answer.weight_versions[0].step) == (7, 2)
+
+    async def test_one_that_attaches_behind_a_closed_gate_parks(self) -> None:
+        async with Pod() as pod:
+            late = Attached(pod.gate, pod.engine, 9, is_attached=False)
+            pod.members.append(late)
+            pod.gate.close(CancelReason.PAUSED)
+            await asyncio.sleep(0.01)
+            late.front_end.take_requests()
+            parked = pod.ask(3, "r", on_pause="wait", sampling_params={"max_tokens": 2})
+            await asyncio.sleep(0.01)
+            assert late.front_end.gate.parked == 1
+            pod.gate.open(BASE, 1)
+            assert len((await parked).token_ids) == 2
+
+    async def test_a_dead_engine_sends_all_away(self) -> None:
+        async with Pod() as pod:
+            pod.gate.close(CancelReason.PAUSED)
+            parked = pod.ask(0, "r", on_pause="wait")
+            await asyncio.sleep(0.01)
+            pod.gate.fail()
+            with pytest.raises(NotReady):
+                await parked
+
 
 class TestRequestsElsewhere:
     async def test_an_id_that_is_alive_in_another_is_refused_until_it_is_answered(self) -> None:

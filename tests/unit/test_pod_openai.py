@@ -413,6 +413,54 @@ async def test_a_stream_that_waits_at_the_gate_says_that_it_goes_on(
     assert '"token_ids":[' in first and rest.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_goes_on_after_an_update_that_failed_and_was_repaired(
+    pod: Pod, data: httpx.AsyncClient, mode: str, stream: bool
+) -> None:
+    pod.agent.send_script["step-1"] = ["midway"]
+    pod.want(interruption={"mode": mode})
+    asking = asyncio.create_task(data.post(PATH, json={"stream": stream}))
+    await running(pod)
+    pod.want(ref("step-1"), interruption={"mode": mode})
+    await pod.serving("step-1")
+    assert not pod.agent.send_script["step-1"], "no update failed"
+    answer = await asking
+    if stream:
+        *chunks, _ = events(answer)
+        tokens = [t for chunk in chunks for t in chunk["choices"][0]["token_ids"]]
+        spans = chunks[-1]["weight_versions"]
+    else:
+        tokens = answer.json()["choices"][0]["token_ids"]
+        spans = answer.json()["weight_versions"]
+    assert len(tokens) == N
+    check(tokens, spans)
+    assert [span["version"] for span in spans] == ["base", "step-1"]
+
+
+async def test_an_answer_goes_on_after_a_sleep_that_lost_the_weights(
+    pod: Pod, data: httpx.AsyncClient
+) -> None:
+    asking = asyncio.create_task(data.post(PATH, json={}))
+    await running(pod)
+    pod.want(ref("step-1"), paused=True, sleep={"level": 2})
+    await pod.until(lambda s: s.phase == "Sleeping")
+    assert problem(await data.post(PATH, json={}), 503).code == "not_ready"  # has not begun
+    pod.want(ref("step-1"))
+    choice = (await asking).json()
+    assert len(choice["choices"][0]["token_ids"]) == N
+    check(choice["choices"][0]["token_ids"], choice["weight_versions"])
+
+
+async def test_an_answer_that_waits_ends_with_the_engine(pod: Pod, data: httpx.AsyncClient) -> None:
+    asking = asyncio.create_task(data.post(PATH, json={}))
+    await running(pod)
+    pod.want(paused=True)
+    await paused(pod)
+    pod.engine.kill("gone")
+    assert problem(await asking, 503).code == "not_ready"
+
+
 async def test_before_the_first_version(tmp_path: Path) -> None:
     async with running_pod(tmp_path / "run") as pod:
         transport = httpx.ASGITransport(make_data_app(pod.supervisor))

@@ -94,6 +94,10 @@ class FrontEnd:
         self.generation: Generation | None = None
         self.attached = asyncio.Event()
         """Set once requests can be handed to the engine."""
+        self._weights: WeightsRef | None = None
+        self._opened: int | None = None
+        """The committed version, and the generation that the pod's gate is open for: the gate here
+        hears of them once requests can be handed to the engine."""
         self._facts = Facts()
         self._counted = (0, 0)
         self.metrics.watch(
@@ -174,9 +178,10 @@ class FrontEnd:
             "weights": self._take_weights,
             "generation": lambda n: setattr(gate, "generation", n),
             "keeps": lambda keeps: setattr(gate, "keeps", keeps),
-            "open": lambda ref, n: gate.open(WeightsRef.model_validate_json(ref), n),
-            "close": lambda reason: gate.close(CancelReason(reason)),
-            "unpublish": gate.unpublish,
+            "open": self._take_open,
+            "close": self._take_close,
+            "unpublish": self._unpublish,
+            "fail": gate.fail,
             "drain": gate.drain,
         }
 
@@ -206,7 +211,29 @@ class FrontEnd:
         self._facts = msgspec.convert(facts, Facts)
 
     def _take_weights(self, ref: str | None) -> None:
-        self.gate.weights = None if ref is None else WeightsRef.model_validate_json(ref)
+        self._weights = None if ref is None else WeightsRef.model_validate_json(ref)
+        if self.attached.is_set():
+            self.gate.weights = self._weights
+
+    def _take_open(self, ref: str, generation: int) -> None:
+        self._weights, self._opened = WeightsRef.model_validate_json(ref), generation
+        if self.attached.is_set():
+            self.gate.open(self._weights, generation)
+
+    def _take_close(self, reason: str) -> None:
+        self._opened = None
+        self.gate.close(CancelReason(reason))
+
+    def _unpublish(self) -> None:
+        self._weights = None
+        self.gate.unpublish()
+
+    def take_requests(self) -> None:
+        """The engine is attached: from here on they can be handed to it."""
+        self.attached.set()
+        self.gate.weights = self._weights
+        if self._weights is not None and self._opened is not None:
+            self.gate.open(self._weights, self._opened)
 
     async def _cancel(self, mode: str, timeout_s: float) -> list[int]:
         counts = await self.gate.cancel(timeout_s=timeout_s, mode=InterruptionMode(mode))

@@ -47,7 +47,7 @@ async def _run(end: socket.socket, settings: FrontEndSettings) -> int:
         await asyncio.wait({attach, *helpers}, return_when=asyncio.FIRST_COMPLETED)
         if attach.done():
             attach.result()
-            front_end.attached.set()
+            front_end.take_requests()
             log.info("front end ready", index=settings.share.index)
             await asyncio.wait(helpers, return_when=asyncio.FIRST_COMPLETED)
         if not ends.is_set() and not link.channel.is_closed:

@@ -100,6 +100,11 @@ class SharedGate(Gate):
         super().unpublish()
         self._tell("unpublish")
 
+    def fail(self) -> None:
+        """See ``Gate``."""
+        super().fail()
+        self._tell("fail")
+
     def drain(self) -> None:
         """See ``Gate``."""
         super().drain()

@@ -30,7 +30,7 @@ class Faults:
         """The engine is dead: nothing is served any more."""
         log.error("engine dead", error=error)
         self.gate.close(CancelReason.UPDATING)
-        self.gate.unpublish()
+        self.gate.fail()
         self.board.change(
             engine=EngineStatus.DEAD, gate_open=False, committed=None, loaded=None,
             transferring=False, last_error=error,
