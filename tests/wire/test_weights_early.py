@@ -3,6 +3,7 @@ becomes of them when a rank has forgotten, falls back, or is taken over.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -92,6 +93,38 @@ async def test_direct_and_bucketed_updates_in_turns(place, gpu, monkeypatch) -> 
         assert same(loaders[0].model, held)
     assert modes == ["direct", "direct", "bucketed", "direct", "bucketed", "direct"]
     trainer.close()
+
+
+@pytest.mark.parametrize("said", ["all", "not the end"])
+async def test_nothing_is_read_of_a_sender_that_has_gone_before_the_load(
+    place, gpu, monkeypatch, said
+) -> None:
+    start(place, views(place, 1))
+    trainer = sender(place, gpu, mode="direct")
+    held = gpu.give(FIRST)
+    for number in range(2):  # the second is offered with places that the rank holds already
+        await update(place, trainer, f"step-{number}", held)
+
+    def dies(*_: object) -> None:
+        time.sleep(0.1)  # all that was said is on its way
+        raise Killed
+
+    monkeypatch.setattr(Session, "_look_out" if said == "all" else "finish", dies)
+    monkeypatch.setattr(Session, "abort", lambda *_: None)  # who is killed says nothing
+    with pytest.raises(Killed):
+        await trainer.send_async("step-2", held, timeout_s=20, session="s")
+    trainer._hang_up("killed")
+    await asyncio.sleep(0.3)
+    loader = ModelLoader()
+    report = await asyncio.to_thread(
+        place.receivers[0].load, "s", loader, version="step-2", flush=False, timeout_s=5
+    )
+    assert (report.ok, report.touched, loader.model) == (False, False, {})
+    assert "the sender is gone" in report.error
+
+
+class Killed(Exception):
+    pass
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -35,6 +35,7 @@ class Loading:
         incoming: whose ``work`` is taken; ``lock`` guards it.
         memories: of the session's sender.
         post: sends a message to the session's sender.
+        confirm: looks whether that is still there; why not, or nothing.
         deadline: of ``time.monotonic``.
     """
 
@@ -44,6 +45,7 @@ class Loading:
     loader: Loader
     lock: threading.Lock
     post: Callable[[wire.Message], None]
+    confirm: Callable[[], str]
     deadline: float
     touched: bool = False
     """Whether a byte of the model may have changed, or its state is one that needs a flush."""
@@ -85,6 +87,8 @@ class Loading:
         given: set[str] = set()
         whole = False
         work = self._next("first", 0)  # a sender that dies before it costs nothing
+        if self.incoming.transport == "cuda_ipc" and (gone := self.confirm()):
+            raise LoadError(gone)  # nobody says what is in the memory of a process that has ended
         if not self.manifest.within(names):
             self.touched = True
         self._timed("begin", loader.begin)

@@ -114,6 +114,7 @@ class Receiver:
                 loader=loader,
                 lock=self._talker.lock,
                 post=lambda message: self._talker.post(incoming.peer, message),
+                confirm=lambda: self._talker.confirm(incoming, HAND_OVER_S),
                 deadline=started + timeout_s,
                 steps=steps,
             )

@@ -122,14 +122,23 @@ class Talker:
         return (current, current.manifest), ""
 
     def post(self, peer: bytes, message: wire.Message, wait_s: float = 0.0) -> None:
-        """Send from the loading thread. With ``wait_s`` wait so long at most until it is sent: who
-        waits leaves the interpreter to the thread that sends.
+        """Send from the loading thread. With ``wait_s`` wait so long at most until it is sent, and
+        a peer that could not be reached is known: who waits leaves the interpreter to the thread
+        that sends.
         """
         sent = threading.Event() if wait_s and self._thread is not None else None
         self._outbox.append((peer, message, sent))
         self._notify()
         if sent is not None:
             sent.wait(wait_s)
+
+    def confirm(self, incoming: Incoming, wait_s: float) -> str:
+        """Look whether the session's sender is still there; why it failed, empty if it did not.
+        Between two pings a sender may be gone for seconds before that is noticed.
+        """
+        self.post(incoming.peer, wire.Ping(session=incoming.session), wait_s)
+        with self.lock:
+            return incoming.failure
 
     def _notify(self) -> None:
         """Wake the thread, if there is one."""
@@ -163,11 +172,12 @@ class Talker:
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 self._receive(socket)
+                handed = []
                 while self._outbox:
                     peer, message, sent = self._outbox.popleft()
                     self._send(socket, peer, message)
                     if sent is not None:
-                        sent.set()
+                        handed.append(sent)
                 if loading and time.monotonic() >= next_ping:
                     next_ping = time.monotonic() + PING_S
                     self._send(socket, loading.peer, wire.Ping(session=loading.session))
@@ -176,6 +186,8 @@ class Talker:
                 if self._unreachable:
                     self._receive(socket)  # its last words tell more than its absence
                     self._mourn()
+                for sent in handed:
+                    sent.set()
         except Exception:
             log.exception("the receiver of rank %d ends", self._rank)
         finally:
