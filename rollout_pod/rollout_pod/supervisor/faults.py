@@ -10,7 +10,12 @@ from rollout_pod.metrics import PodMetrics
 from rollout_pod.protocol import CancelReason, UpdatePhase, WeightsRef
 from rollout_pod.supervisor.board import Board
 from rollout_pod.supervisor.staging import Staging, update_news
-from rollout_pod.supervisor.state import EngineStatus, PodState, fallback_weights
+from rollout_pod.supervisor.state import (
+    EngineStatus,
+    PodState,
+    fallback_weights,
+    wanted_weights,
+)
 from rollout_pod.supervisor.store import Store, record_of
 
 log = structlog.get_logger(__name__)
@@ -45,7 +50,7 @@ class Faults:
         state = self.board.state.with_load_failure(ref)
         is_rejected = (
             desired is not None
-            and desired.weights == ref
+            and wanted_weights(desired) == ref
             and state.load_failures_of(ref) >= desired.max_attempts
             and self._has_other_than(ref)
         )

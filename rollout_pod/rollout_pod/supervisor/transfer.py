@@ -76,11 +76,10 @@ class Transfer:
             self.faults.fail_engine(str(error))
             problems.append(str(error))  # the cause is to be the container's last words
         except (EngineHungError, TimeoutError) as error:
-            # no fault of the version: the engine that comes after this one loads it
+            # the engine's fault or the version's: the next engine tries it again, and as often as
+            # it tries one that fails
             message = f"no report of the load of {ref.version}: {str(error) or 'time is over'}"
-            self.board.change(update=update_news(
-                self.board, phase=UpdatePhase.FAILED, message=message, finished_at=time.time(),
-            ))  # fmt: skip
+            await self.faults.fail_update(ref, message, restore=None)
             self.faults.fail_engine(message)
             return
         except EngineError as error:
