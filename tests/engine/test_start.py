@@ -72,6 +72,8 @@ async def test_what_the_place_of_a_node_does_not_allow(args, words):
         (["--worker-extension-cls=a.B"], "--worker-extension-cls cannot be set"),
         (["--model=other"], "--model cannot be set"),
         (["--stream-interval=2"], "--stream-interval must be 1"),
+        (["--max-num-queued-reqs=9"], "--max-num-queued-reqs cannot be set; bound the requests"),
+        (["--max-num-queued-tokens=9"], "--max-num-queued-tokens cannot be set"),
         (["--nnodes=2"], "--nnodes cannot be set; set spec.nodes"),
         (["--enable-sleep-mode"], "Sleep mode is not supported"),
         (["--max-model-len=99999"], "max_model_len (99999) is greater"),

@@ -183,6 +183,13 @@ def _refuse_ours(namespace: Any, settings: EngineSettings) -> None:
             "engineArgs: --stream-interval must be 1; leave it out, the pod itself puts together "
             "what a stream's reader is too slow for"
         )
+    for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        if getattr(namespace, name, None) is not None:
+            # those that a pause cut come back all at once, and would lose what they hold
+            raise EngineStartError(
+                f"engineArgs: --{name.replace('_', '-')} cannot be set; bound the requests in "
+                "flight where they are sent, or add replicas"
+            )
 
 
 def _place(parser: Any, settings: EngineSettings) -> None:

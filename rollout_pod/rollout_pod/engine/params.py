@@ -61,7 +61,8 @@ REFUSED: Mapping[str, str] = {
     "skip_reading_prefix_cache": "vLLM sets it; use cache_salt for a cache of one's own",
     "stream_interval": "tokens are streamed as they come",
     "trace_decode_token_ids": "it replaces sampling, for debugging",
-    "watermarking": "it changes the distribution that is sampled; the engine's arguments set it",
+    "watermarking": "it changes the distribution that is sampled; the engine's arguments set it "
+    "(use_beam_search, which is not supported either, comes here as this)",
 }
 """What else vLLM's class has, and why not."""
 
