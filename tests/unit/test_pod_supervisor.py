@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_pod.admission import Draining, DuplicateRequest, GateStayedClosed, NotReady
-from rollout_pod.engine.base import EngineDeadError, EngineError, EngineStartError
+from rollout_pod.engine.base import EngineDeadError, EngineDelta, EngineError, EngineStartError
 from rollout_pod.protocol import (
     DesiredDocument,
     GenerateRequest,
@@ -19,9 +19,10 @@ from rollout_pod.protocol import (
 )
 from rollout_pod.supervisor import staging
 from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
+from rollout_pod.supervisor.state import BASE
 from rollout_pod.supervisor.supervisor import Fenced, PodFailed, PreconditionFailed
 from tests.support.fakes import FakeAgent, FakeEngine, fake_tokens
-from tests.support.pods import LONG, PROMPT, Pod, ref, running_pod, start_long
+from tests.support.pods import LONG, PROMPT, Pod, check_tokens, ref, running_pod, start_long
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +232,25 @@ async def test_a_version_that_fails_again_and_again_is_rejected(tmp_path: Path) 
         pod.want(ref("step-2", path="/mended/step-2"))
         await pod.serving("step-2")
         assert pod.state.rejected is None
+
+
+@pytest.mark.parametrize("how", ["midway", "untouched"])
+async def test_base_is_rejected_as_any_other(tmp_path: Path, how: str) -> None:
+    agent = FakeAgent()
+    agent.send_script["base"] = [how] * 9
+    async with running_pod(tmp_path, agent=agent) as pod:
+        pod.want(ref("step-1"))
+        await pod.serving("step-1")
+        opened = pod.engine.calls.count("resume")
+        pod.want()
+        state = await pod.until(lambda s: s.rejected is not None and s.phase == "Serving")
+        assert state.rejected == BASE
+        assert (await pod.ask(PROMPT, 3)).weight_versions[0].version == "step-1"
+        await asyncio.sleep(0.05)
+        assert agent.calls.count(f"send base {how}") == 3
+        assert pod.engine.calls.count("resume") <= opened + 3
+        pod.want(ref("step-2"))
+        await pod.serving("step-2")
 
 
 async def test_a_fallback_that_fails_ends_the_process(tmp_path: Path) -> None:
@@ -521,19 +541,35 @@ async def test_a_faulted_device_ends_the_process_before_a_request_meets_it(tmp_p
         assert pod.supervisor.liveness_error() == pod.engine.fault
 
 
-async def test_an_engine_that_hangs_in_a_load_is_not_the_versions_fault(tmp_path: Path) -> None:
-    """Though it is found only so, thrice: the next engine loads the version."""
+async def test_an_engine_that_hangs_in_a_load_may_not_be_the_versions_fault(tmp_path: Path) -> None:
+    """The next engine loads the version."""
+    await _hang_twice(tmp_path)
+    async with running_pod(tmp_path) as pod:
+        await pod.serving("step-1")
+
+
+async def test_a_version_that_every_engine_hangs_in_is_rejected(tmp_path: Path) -> None:
+    await _hang_twice(tmp_path)
+    async with running_pod(tmp_path, engine=FakeEngine(load_hangs=True)) as pod:
+        await _no_report(pod, UpdatePhase.REJECTED)
+        assert pod.state.rejected == ref("step-1")
+    async with running_pod(tmp_path, engine=FakeEngine(load_hangs=True)) as pod:
+        state = await pod.serving("base")
+        assert state.rejected == ref("step-1")
+        assert "no report of the load" in (state.rejected_message or "")
+
+
+async def _hang_twice(tmp_path: Path) -> None:
     async with running_pod(tmp_path) as pod:
         pod.want()
         await pod.serving("base")
         pod.want(ref("step-1"))
         pod.engine.load_hangs = True
         await _no_report(pod)
-    for _ in range(2):
-        async with running_pod(tmp_path, engine=FakeEngine(load_hangs=True)) as pod:
-            await _no_report(pod)
-    async with running_pod(tmp_path) as pod:
-        await pod.serving("step-1")
+        assert pod.state.rejected is None
+    async with running_pod(tmp_path, engine=FakeEngine(load_hangs=True)) as pod:
+        await _no_report(pod)
+        assert pod.state.rejected is None
 
 
 async def test_an_engine_that_never_reports_a_load_is_dead(
@@ -554,11 +590,10 @@ async def test_an_engine_that_never_reports_a_load_is_dead(
         assert pod.state.rejected is None
 
 
-async def _no_report(pod: Pod) -> None:
+async def _no_report(pod: Pod, phase: UpdatePhase = UpdatePhase.FAILED) -> None:
     with pytest.raises(PodFailed, match=r"no report of the load of step-1: .* within"):
         await asyncio.wait_for(asyncio.shield(pod.task), 5)
-    assert pod.state.update and pod.state.update.phase is UpdatePhase.FAILED
-    assert pod.state.rejected is None
+    assert pod.state.update and pod.state.update.phase is phase
 
 
 async def test_a_load_is_no_hang(tmp_path: Path) -> None:
@@ -665,14 +700,33 @@ async def test_kept_requests_are_cut_when_the_update_poisons(tmp_path: Path) -> 
 
 
 async def test_what_was_admitted_before_keep_is_cut_by_an_update(tmp_path: Path) -> None:
+    """But for what streams: its tokens are told as they come, so it is known whose they are."""
     async with running_pod(tmp_path) as pod:
         pod.want()
         await pod.serving("base")
         tasks = await start_long(pod)
+        streamed: list[EngineDelta] = []
+        body = {
+            "request_id": "s",
+            "prompt_token_ids": PROMPT,
+            "sampling_params": {"max_tokens": LONG},
+        }
+        streaming = asyncio.create_task(
+            pod.generation.generate(
+                GenerateRequest.model_validate(body),
+                on_delta=lambda delta, _: streamed.append(delta),
+            )
+        )
+        while not streamed:
+            await asyncio.sleep(0)
         pod.want(ref("step-1"), interruption={"mode": "keep"})
         await pod.serving("step-1")
         for answer in await asyncio.gather(*tasks):
             assert (answer.is_cancel, answer.cancel_reason) == (True, "updating")
+        kept = await streaming
+        check_tokens(PROMPT, kept)
+        assert (kept.finish_reason, len(kept.token_ids)) == ("length", LONG)
+        assert [span.version for span in kept.weight_versions] == ["base", "step-1"]
 
 
 async def test_kept_requests_are_cut_by_another_mode_and_by_a_drain(tmp_path: Path) -> None:
