@@ -5,6 +5,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -67,6 +68,32 @@ async def test_direct_exports_allocations_once(place, gpu, ranks_view) -> None:
     assert (gpu.calls["export"], ranks_view.calls["open"]) == (exports, opens)
     trainer.close()
     assert ranks_view.in_use == 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "bucketed"])
+async def test_other_names_of_a_manifest_go_in_every_mode(place, gpu, ranks_view, mode) -> None:
+    tied = FIRST | {"head": FIRST["embed.weight"]}
+    place.start_receivers(expected_of(tied), device=ranks_view)
+    trainer = sender(place, gpu, mode=mode)
+    held = gpu.give(FIRST)
+
+    def manifest(version: str, *names: str) -> Manifest:
+        specs = tuple(spec_of(name, tensor) for name, tensor in held.items())
+        return Manifest(version, specs, tuple((name, "embed.weight") for name in names))
+
+    for given in (manifest("step-0", "head"), manifest("step-0", "head"), None):  # as the last one
+        held["embed.weight"].add_(1)
+        tied["head"] = tied["embed.weight"] = held["embed.weight"]
+        sent, loaders = await update(place, trainer, "step-0", held, manifest=given)
+        assert sent.mode == ("direct" if mode == "auto" else mode)
+        assert same(loaders[0].model, tied)
+    with pytest.raises(TransferFailed, match="the manifest is of version 'step-0'"):
+        trainer.send("step-1", held, manifest=manifest("step-0", "head"), timeout_s=5)
+    with pytest.raises(ManifestError, match="'tail': unknown"):
+        trainer.send("step-1", held, manifest=manifest("step-1", "head", "tail"), timeout_s=5)
+    with pytest.raises(ManifestError, match="'head': missing"):
+        trainer.send("step-1", held, manifest=manifest("step-1"), timeout_s=5)
+    trainer.close()
 
 
 async def test_tensors_that_move_are_noticed(place, gpu, ranks_view) -> None:
@@ -484,6 +511,71 @@ async def test_a_rank_that_is_gone_fails_the_update_and_the_next_finds_it_again(
     place.start_receivers(expected_of(FIRST), device=ranks_view)
     _, loaders = await update(place, trainer, "step-2", held)
     assert same(loaders[0].model, FIRST)
+    trainer.close()
+
+
+@pytest.mark.parametrize("at", ["its begin", "the load"])
+async def test_a_cancelled_send_gives_its_session_up(place, gpu, ranks_view, at) -> None:
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu)
+    held = gpu.give(FIRST)
+    accepted, go = threading.Event(), threading.Event()
+    if at == "its begin":  # no thread is free for it
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(2))
+        for _ in range(2):
+            loop.run_in_executor(None, go.wait, 10)
+    send = asyncio.create_task(
+        trainer.send_async(
+            "step-0", held, session="one", timeout_s=20, on_accepted=lambda _: accepted.set()
+        )
+    )
+    if at == "the load":
+        await asyncio.to_thread(accepted.wait, 10)
+    else:
+        await asyncio.sleep(0.05)
+    send.cancel()
+    await asyncio.sleep(0.05)
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await send
+    assert accepted.is_set() == (at == "the load")
+    report = place.receivers[0].load(
+        "one", ModelLoader(), version="step-0", flush=False, timeout_s=5
+    )
+    assert (report.ok, report.touched) == (False, False)
+    _, loaders = await update(place, trainer, "step-1", held)
+    assert same(loaders[0].model, FIRST)
+    trainer.close()
+
+
+async def test_one_send_at_a_time(place, gpu, ranks_view) -> None:
+    """The second is refused, and its end or cancellation is no matter of the first."""
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer = sender(place, gpu)
+    held = gpu.give(FIRST)
+    loader = ModelLoader()
+    loads = Loads(place, "step-0", [loader])
+    accepted, go = threading.Event(), threading.Event()
+
+    def hold(session: str) -> None:
+        accepted.set()
+        assert go.wait(10)
+        loads(session)
+
+    first = asyncio.create_task(trainer.send_async("step-0", held, timeout_s=20, on_accepted=hold))
+    await asyncio.to_thread(accepted.wait, 10)
+    with pytest.raises(RuntimeError, match="sending already"):
+        trainer.send("step-1", held, timeout_s=5)
+    second = asyncio.create_task(trainer.send_async("step-1", held, timeout_s=5))
+    await asyncio.sleep(0)
+    second.cancel()
+    with pytest.raises((asyncio.CancelledError, RuntimeError)):
+        await second
+    go.set()
+    await first
+    assert (await loads.reports())[0].ok
+    assert same(loader.model, FIRST)
     trainer.close()
 
 

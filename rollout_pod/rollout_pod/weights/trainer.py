@@ -113,6 +113,10 @@ class WeightSender:
         self._ranks = ranks
         self._world = world
         self._session: Session | None = None
+        self._guard = threading.Lock()
+        self._sending: threading.Event | None = None
+        """Stops the send that is on; None where none is. Behind ``_guard``, as is what it does to
+        ``cancel``."""
         self._looker = Looker(mode, hashes=hashes, device=device)
         self._memory = TrainerMemory(shm_dir, device, bucket_bytes, world or len(paths))
 
@@ -144,7 +148,93 @@ class WeightSender:
             RoomError: not enough shared memory for two buckets.
             DeviceError: not enough GPU memory for two buckets, or mode ``direct`` or a named
                 transport cannot be.
+            RuntimeError: another ``send`` of this sender is on.
         """
+        return self._alone(
+            threading.Event(), version, tensors, manifest, session, timeout_s, on_accepted
+        )
+
+    async def send_async(
+        self,
+        version: str,
+        tensors: Tensors,
+        *,
+        manifest: Manifest | None = None,
+        session: str | None = None,
+        timeout_s: float = 600.0,
+        on_accepted: Callable[[str], None] | None = None,
+    ) -> SentWeights:
+        """``send`` on a thread, where ``tensors`` and ``on_accepted`` are called too. Cancelled, it
+        gives the session up before it returns.
+        """
+        stop = threading.Event()
+        work = asyncio.ensure_future(
+            asyncio.to_thread(
+                self._alone, stop, version, tensors, manifest, session, timeout_s, on_accepted
+            )
+        )
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            with self._guard:
+                stop.set()
+                if self._sending is stop:
+                    self.cancel.set()
+            await asyncio.wait({work})
+            if not work.cancelled():
+                work.exception()
+            raise
+
+    def close(self) -> None:
+        """Let the ranks unmap everything, then give all memory back. Idempotent."""
+        link = self._session
+        if link is not None:
+            try:
+                self._greet(uuid.uuid4().hex, time.monotonic() + 2.0, {})
+                link.map(2.0)
+            except (RanksError, DeviceError):
+                pass  # they are gone, or unmap it when they see that we are
+        self._hang_up("the sender was closed")
+        self._memory.close()
+        self._looker.forget()
+
+    # --- the steps ---
+
+    def _alone(
+        self,
+        stop: threading.Event,
+        version: str,
+        tensors: Tensors,
+        manifest: Manifest | None,
+        session: str | None,
+        timeout_s: float,
+        on_accepted: Callable[[str], None] | None,
+    ) -> SentWeights:
+        with self._guard:
+            if self._sending is not None:  # its sockets are for one thread
+                raise RuntimeError(
+                    "this sender is sending already: wait for that update, or cancel it"
+                )
+            self._sending = stop
+            if stop.is_set():  # before this thread began
+                self.cancel.set()
+        try:
+            return self._send(version, tensors, manifest, session, timeout_s, on_accepted)
+        finally:
+            with self._guard:
+                self._sending = None
+                if stop.is_set():
+                    self.cancel.clear()  # it was for this one
+
+    def _send(
+        self,
+        version: str,
+        tensors: Tensors,
+        manifest: Manifest | None,
+        session: str | None,
+        timeout_s: float,
+        on_accepted: Callable[[str], None] | None,
+    ) -> SentWeights:
         name = session or uuid.uuid4().hex
         started = time.monotonic()
         deadline = started + timeout_s
@@ -191,37 +281,6 @@ class WeightSender:
             session=name, version=version, transport=link.transport, mode=mode, reason=reason,
             bytes=shown.nbytes, tensors=len(shown.tensors), seconds=steps, reports=reports,
         )  # fmt: skip
-
-    async def send_async(
-        self,
-        version: str,
-        tensors: Tensors,
-        *,
-        manifest: Manifest | None = None,
-        session: str | None = None,
-        timeout_s: float = 600.0,
-        on_accepted: Callable[[str], None] | None = None,
-    ) -> SentWeights:
-        """``send`` on a thread, where ``tensors`` and ``on_accepted`` are called too."""
-        return await asyncio.to_thread(
-            self.send, version, tensors, manifest=manifest, session=session,
-            timeout_s=timeout_s, on_accepted=on_accepted,
-        )  # fmt: skip
-
-    def close(self) -> None:
-        """Let the ranks unmap everything, then give all memory back. Idempotent."""
-        link = self._session
-        if link is not None:
-            try:
-                self._greet(uuid.uuid4().hex, time.monotonic() + 2.0, {})
-                link.map(2.0)
-            except (RanksError, DeviceError):
-                pass  # they are gone, or unmap it when they see that we are
-        self._hang_up("the sender was closed")
-        self._memory.close()
-        self._looker.forget()
-
-    # --- the steps ---
 
     def _greet(
         self, session: str, deadline: float, steps: dict[str, float], look: Look | None = None

@@ -75,11 +75,13 @@ class Looker:
         """
         if look.shown is None or look.transport != link.transport:
             look.transport = link.transport
+            if look.manifest is not None and look.manifest.version != look.version:
+                raise TransferFailed(f"the manifest is of version {look.manifest.version!r}")
             with step(steps, "look"):
                 wants = self._hashes or bool(look.manifest and look.manifest.hashes)
                 look.direct, look.why = self._pick(look.version, look.tensors, link, wants)
                 if look.direct is not None and look.direct.manifest is not None:
-                    look.shown = look.direct.manifest
+                    look.shown = self._aliased(look.direct.manifest, look.manifest)
                 else:
                     look.shown = self._describe(look.version, look.tensors, look.manifest)
                 self.manifest = look.shown
@@ -114,10 +116,22 @@ class Looker:
             raise NotExportableError(f"mode direct does not work: {why or link.reason}")
         return None, f"bucketed: {why}" if why else ""
 
+    def _aliased(self, found: Manifest, given: Manifest | None) -> Manifest:
+        """What was found in place, with the other names that the caller gives; without a manifest
+        those of the last one, where it is of the same tensors.
+        """
+        known = self.manifest
+        named = given or known
+        if named is None or not named.aliases:
+            return found
+        if known is None or known.tensors != found.tensors:
+            return found if given is None else Manifest(found.version, found.tensors, given.aliases)
+        if known.aliases == named.aliases:
+            return known.renamed(found.version)  # what was computed of it holds
+        return Manifest(found.version, found.tensors, named.aliases)
+
     def _describe(self, version: str, tensors: Tensors, manifest: Manifest | None) -> Manifest:
         if manifest is not None:
-            if manifest.version != version:
-                raise TransferFailed(f"the manifest is of version {manifest.version!r}")
             return manifest
         if isinstance(tensors, Mapping):
             known = self.manifest
