@@ -23,6 +23,11 @@ from rollout_pod.weights.shadow import Shadow, ShadowError
 
 log = logging.getLogger(__name__)
 
+_NOT_KNOWN_YET = (
+    "it is not known yet where each byte of this model belongs: the first update goes the ordinary "
+    "way"
+)
+
 
 class _Noting(list[Any]):
     """What vLLM collects of a layer; notes the names behind each entry."""
@@ -187,6 +192,20 @@ class FastLoader:
             return self._near, self._far
         return self._near, UploadReplayer(self._device, at_a_time=ASIDE_BYTES)
 
+    def refusal_aside(self) -> str:
+        """Why no version can be copied to a place beside the model, whatever its names are; empty
+        where one can. The model must not be loaded meanwhile.
+        """
+        known = self._survey
+        if known is None and self._note:
+            return self._note
+        if not self.enabled or known is None or not known.in_place():
+            return _NOT_KNOWN_YET
+        if known.layers or not known.plan.copies:
+            why = "; ".join(known.plan.reasons)
+            return f"not all layers of this model are loaded by copies: {why}"
+        return ""
+
     def plan_aside(self, manifest: Manifest) -> CopyPlan:
         """The plan by which all of a manifest is copied; for ``shadow.StagingLoader``. The model
         must not be loaded meanwhile.
@@ -194,16 +213,11 @@ class FastLoader:
         Raises:
             ShadowError: there is none, and why.
         """
+        if why := self.refusal_aside():
+            raise ShadowError(why)
         known = self._survey
-        names = manifest.names.union(alias for alias, _ in manifest.aliases)
-        if not self.enabled or known is None or names != self._for or not known.in_place():
-            raise ShadowError(
-                "it is not known yet where each byte of this model belongs: the first update goes "
-                "the ordinary way"
-            )
-        if known.layers or not known.plan.copies:
-            why = "; ".join(known.plan.reasons)
-            raise ShadowError(f"not all layers of this model are loaded by copies: {why}")
+        if known is None or manifest.names.union(a for a, _ in manifest.aliases) != self._for:
+            raise ShadowError(_NOT_KNOWN_YET)
         return known.plan
 
     def switch(self, shadow: Shadow, version: str) -> Manifest:
@@ -255,11 +269,12 @@ class FastLoader:
 
 
 def _slow(known: Survey, manifest: Manifest, names: frozenset[str]) -> frozenset[str]:
-    """Names that do not come by copies."""
+    """Names that do not come by copies, and the other names of their tensors: a tensor comes one
+    way under all of them. Where its own layer is a fast one, vLLM's loader writes it in place.
+    """
     slow = {name for name in names if name not in known.plan.copies}
     slow |= {name for alias, name in manifest.aliases if alias in slow}
-    if slow & known.plan.copies.keys():
-        raise RuntimeError("a tensor and its other name are loaded in two ways")
+    slow |= {alias for alias, name in manifest.aliases if name in slow}
     return frozenset(slow)
 
 

@@ -5,14 +5,22 @@ update leaves as it was.
 from typing import Any
 
 
-def refusal(*, load_format: str, is_recorded: bool, eplb: bool, lora: bool, lora_reloads: bool
-            ) -> str | None:  # fmt: skip
+def refusal(
+    *,
+    load_format: str,
+    is_recorded: bool,
+    eplb: bool,
+    expert_filter: bool,
+    lora: bool,
+    lora_reloads: bool,
+) -> str | None:
     """Why an engine takes no weight updates; None where it does.
 
     Args:
         load_format: ``--load-format``.
         is_recorded: Whether it is known what the boot loaded.
         eplb: ``--enable-eplb``.
+        expert_filter: ``--enable-ep-weight-filter``, where it leaves out anything.
         lora: ``--enable-lora``.
         lora_reloads: Whether layers that adapters wrap can be loaded again (vLLM 0.32; not 0.26).
     """
@@ -20,6 +28,12 @@ def refusal(*, load_format: str, is_recorded: bool, eplb: bool, lora: bool, lora
         return (
             "an engine with --enable-eplb takes no weight updates: its experts move between ranks, "
             "and which parameter holds which expert is not known; start it without"
+        )
+    if expert_filter:
+        return (
+            "an engine with --enable-ep-weight-filter takes no weight updates: at boot no rank saw "
+            "the experts of the others, so what a whole checkpoint has is not known; start it "
+            "without"
         )
     if lora and not lora_reloads:
         return (
@@ -38,10 +52,16 @@ def refusal_of(config: Any, *, is_recorded: bool) -> str | None:
     """The same, of a ``VllmConfig``."""
     from vllm.lora.layers.base import BaseLayerWithLoRA
 
+    parallel = config.parallel_config
     return refusal(
         load_format=config.load_config.load_format,
         is_recorded=is_recorded,
-        eplb=config.parallel_config.enable_eplb,
+        eplb=parallel.enable_eplb,
+        expert_filter=(
+            getattr(parallel, "enable_ep_weight_filter", False)  # older vLLM has no such
+            and parallel.enable_expert_parallel
+            and config.model_config.is_moe
+        ),
         lora=config.lora_config is not None,
         lora_reloads=hasattr(BaseLayerWithLoRA, "load_weights"),
     )
