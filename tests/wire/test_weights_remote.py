@@ -185,16 +185,70 @@ def test_content_that_changes_between_header_and_bytes(server: FileServer, tmp_p
     assert source.open(cancel).fingerprint != checkpoint.fingerprint
 
 
+def with_sums(folder: Path) -> Path:
+    """With what ``sha256sum`` writes."""
+    files = sorted(folder.glob("*.safetensors"))
+    lines = [f"{sha256(file.read_bytes())}  {file.name}" for file in files]
+    (folder / SUMS).write_text("\n".join(lines) + "\n")
+    return folder
+
+
 def test_content_without_a_name_is_never_taken_for_what_is_there(
     server: FileServer, tmp_path: Path
 ) -> None:
     tensors = mixed_tensors(1)
-    source = RemoteSource(server.publish("v", write_checkpoint(tmp_path, tensors)), QUICK)
+    folder = with_sums(write_checkpoint(tmp_path, tensors))
+    source = RemoteSource(server.publish("v", folder), QUICK)
     cancel = threading.Event()
     assert source.open(cancel).fingerprint == source.open(cancel).fingerprint
     server.tags = False
     assert source.open(cancel).fingerprint != source.open(cancel).fingerprint
     assert read(source) == raw_of(tensors)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["hash known", "hash unknown"])
+def test_content_without_a_name_that_changes_in_the_middle(
+    server: FileServer, tmp_path: Path, monkeypatch, known: bool
+) -> None:
+    """Of the same size, so that only the hash can tell; without one it is not even begun."""
+    monkeypatch.setattr(remote, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(remote, "READERS", 1)  # the first piece before the change, the rest after
+    folder = write_checkpoint(tmp_path, {"a": torch.arange(40_000.0)})
+    url = server.publish("v", with_sums(folder) if known else folder)
+    other = write_checkpoint(tmp_path / "other", {"a": torch.arange(40_000.0) + 1}) / SHARD
+    path = f"/v/{SHARD}"
+    assert len(server.files[path]) == other.stat().st_size
+
+    def change(*_: object) -> bool:
+        server.files[path] = other.read_bytes()
+        return False  # this answer still has the bytes from before
+
+    server.tags = False
+    server.faults[path] = [lambda *_: False, change]
+    with pytest.raises(SourceError) as caught:
+        read(RemoteSource(url, QUICK))
+    told = str(caught.value)
+    if known:
+        assert f"{SHARD}: wrong bytes, SHA-256 is" in told
+        assert len(server.requests(SHARD)) == 1 + 16, "the head and all pieces"
+    else:
+        assert f"{url}/{SHARD}: the server sends neither ETag nor Last-Modified" in told
+        assert f"use a server that sends one of them, or write {SUMS} there" in told
+        assert not caught.value.retryable
+        assert len(server.requests(SHARD)) == 1, "the head only"
+
+
+def test_content_without_a_name_needs_the_hash_of_each_file(
+    server: FileServer, tmp_path: Path
+) -> None:
+    folder = with_sums(write_checkpoint(tmp_path, mixed_tensors(1), 2))
+    first, second = (folder / SUMS).read_text().splitlines()
+    (folder / SUMS).write_text(first + "\n")
+    source = RemoteSource(server.publish("v", folder), QUICK)
+    assert source.open(threading.Event()).files, "with tags it is taken"
+    server.tags = False
+    with pytest.raises(SourceError, match=f"{second.split()[1]}: the server sends neither"):
+        source.open(threading.Event())
 
 
 def test_a_read_goes_on_from_the_pieces_that_are_there(
@@ -269,10 +323,8 @@ def test_wrong_bytes_are_found_where_sums_are_known(
     server: FileServer, tmp_path: Path, kind: str
 ) -> None:
     tensors = mixed_tensors(1)
-    folder = write_checkpoint(tmp_path, tensors, 2)
+    folder = with_sums(write_checkpoint(tmp_path, tensors, 2))
     files = sorted(folder.glob("*.safetensors"))
-    lines = [f"{sha256(file.read_bytes())}  {file.name}" for file in files]
-    (folder / SUMS).write_text("\n".join(lines) + "\n")
     url = server.publish("v", folder)
     source: Any = RemoteSource(url, QUICK) if kind == "remote" else source_of(str(folder))
     assert read(source) == raw_of(tensors)

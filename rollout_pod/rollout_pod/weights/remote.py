@@ -148,6 +148,15 @@ class RemoteSource:
 
         await _in_parallel(look(number) for number in range(len(files)))
         found = [head for head in heads if head is not None]
+        for head in found:
+            if not head.file.tag and head.file.name not in sums:
+                # two contents of one size could be mixed, and nothing would tell
+                raise SourceError(
+                    f"{self.url}/{head.file.name}: the server sends neither ETag nor "
+                    "Last-Modified, so a change in the middle would not be seen; use a server that "
+                    f"sends one of them, or write {SUMS} there",
+                    retryable=False,
+                )
         known = [
             Sum(sums[head.file.name], head.raw) if head.file.name in sums else None
             for head in found

@@ -128,7 +128,7 @@ class HttpStore:
             raise Transient(f"{self._name(file.name)}: the answer ended at byte {at} of {stop}")
 
     async def check(self, file: RemoteFile) -> None:
-        """Every read compares."""
+        """Every read compares; a file without a tag is taken with a known hash only."""
 
     async def close(self) -> None:
         """See ``Store``."""
