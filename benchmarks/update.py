@@ -31,8 +31,7 @@ MB = 1 << 20
 MAIN_MB = 1024
 """The bucket of the figure that has a goal."""
 VERL_MS = {256: 102.0, 512: 58.0, 1024: 47.0, 2048: 40.0}
-"""verl 0.9.1's transfer of the Qwen3-8B shape on an H200, by bucket size in MB; shared memory took
-5124 ms."""
+"""verl 0.9.1's transfer of the Qwen3-8B shape on an H200, by bucket size in MB."""
 
 
 def need_gpu() -> None:
@@ -168,7 +167,7 @@ def _in_turns(
 
 
 def shm(quick: bool, shape: str = "qwen3-8b") -> Result:
-    """Out of a slot of host memory, as the weights agent holds a version."""
+    """Out of a slot of host memory, filled beforehand, as the weights agent holds a version."""
     need_gpu()
     manifest = Manifest("v0", specs(SHAPES[shape]))
     plan = make_plan(manifest.tensors, 256 * MB)
@@ -223,7 +222,8 @@ def shm(quick: bool, shape: str = "qwen3-8b") -> Result:
             slot.close()
     figure = statistics.median(row["s"] for row in rows[2:])
     return Result(
-        name="update-shm", figure=figure, unit="s", reference=5.124, ratio=5.124 / figure,
+        # no figure of verl's as a reference: its time includes filling the shared memory
+        name="update-shm", figure=figure, unit="s", reference=None, ratio=None,
         goal="<= 0.35 s", holds=figure <= 0.35,
     )  # fmt: skip
 
