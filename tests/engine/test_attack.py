@@ -19,8 +19,10 @@ from tests.support.process import ServeProcess, serve_process
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 SOAK_S = float(os.environ.get("SOAK_SECONDS", "60"))
-MEMORY = 48 << 20
-"""Bytes that a process of the pod may grow by in so short a time."""
+MEMORY = {"pod_bytes": 48 << 20, "engine_bytes": 256 << 20}
+"""What may grow by how many bytes in so short a time. The engine's pools still fill in the first
+minutes, by 127 MiB in 45 s; ``benchmarks.soak`` looks at it after they have, for 5 %.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -78,5 +80,6 @@ async def test_nothing_is_lost_mixed_left_or_grown_in_a_soak(
     assert (soaked.registry, soaked.rested_with) == (0, 0)
     assert soaked.after.fds <= soaked.before.fds
     assert soaked.after.tasks <= soaked.before.tasks
-    first, last = soaked.growth("pod_bytes")
-    assert last - first < MEMORY
+    for of, most in MEMORY.items():
+        first, last = soaked.growth(of)
+        assert last - first < most, f"{of} grew from {first / 2**20:.0f} to {last / 2**20:.0f} MiB"

@@ -37,17 +37,29 @@ def pod(versions: Path, fresh_tokens: list[int]) -> Iterator[ServeProcess]:
 
 
 def test_cut_and_continued_is_uncut(pod: ServeProcess) -> None:
-    uncut = pod.generate(PROMPT, 400)
+    sampling = GREEDY | {"max_tokens": LONG, "logprobs": 2}
+    uncut = pod.generate(PROMPT, LONG, sampling_params=sampling)
     running = pod.begin(PROMPT, LONG)
     while pod.metric("rollout_unfinished ") < 1:
         time.sleep(0.005)
     assert pod.cli("pause").returncode == 0
     partial = running.result(10)
     assert partial.is_cancel and partial.cancel_reason == "paused"
-    assert len(partial.token_ids) == len(partial.log_probs)
+    assert partial.token_ids and len(partial.token_ids) == len(partial.log_probs)
     assert pod.cli("resume").returncode == 0
     n = min(400, len(partial.token_ids))
     assert partial.token_ids[:n] == uncut.token_ids[:n]
+    rest = pod.generate(PROMPT, LONG, generated_token_ids=partial.token_ids)
+    assert rest.finish_reason == "length"
+    assert len(partial.token_ids) + len(rest.token_ids) == LONG, "the budget is the whole rollout's"
+    whole = partial.model_copy(
+        update={
+            "token_ids": partial.token_ids + rest.token_ids,
+            "log_probs": partial.log_probs + rest.log_probs,
+        }
+    )
+    # what was cut is computed anew in one go, and rounded differently
+    assert agreed(uncut, whole) >= n, "not what it would have said without the cut"
 
 
 def test_an_updated_engine_is_a_fresh_one(
