@@ -6,6 +6,7 @@ never changed in place, and ``is_cancel`` decided by the engine's finish reason.
 
 import asyncio
 import base64
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeGuard
@@ -24,6 +25,7 @@ from rollout_pod.engine.base import (
     TopLogProb,
 )
 from rollout_pod.gate import Gate
+from rollout_pod.preparing import Preparing
 from rollout_pod.protocol import (
     CancelReason,
     FinishReason,
@@ -159,8 +161,7 @@ class Generation:
         self._gate = gate
         self._max_model_len = max_model_len
         self._requests: dict[str, GenerateRequest] = {}
-        self._preparing: dict[str, GenerateRequest] = {}
-        self._cut_early: set[str] = set()
+        self._preparing: dict[str, Preparing] = {}
 
     async def generate(
         self,
@@ -206,22 +207,18 @@ class Generation:
             return self._answer(request, EngineOutput((), (), FinishReason.LENGTH))
         if self._is_refused(request):  # without fetching anything for it
             return self._answer_of(request, Refused(self._gate.generation))
-        self._preparing[request.request_id] = request
-        try:
-            prepared = await self._prepare(request)
-            if prepared is not None and prepared.prompt is not None:
-                budget = make_budget(
-                    request,
-                    max_model_len=self._max_model_len(),
-                    num_prompt_tokens=prepared.num_prompt_tokens,
-                )
-            params = await self._params(budget) if budget.tokens else None
-            is_cut = request.request_id in self._cut_early
-        finally:
-            del self._preparing[request.request_id]
-            self._cut_early.discard(request.request_id)
-        if is_cut:
-            return self._answer_of(request, self._cancelled())
+        started = time.monotonic()
+        if not self._takes_long(request):
+            budget, prepared, params = await self._ready(request, budget)
+        else:
+            preparing = self._preparing[request.request_id] = Preparing(request)
+            try:
+                ready = await preparing.finished(self._ready(request, budget), gone)
+            finally:
+                del self._preparing[request.request_id]
+            if ready is None:
+                return self._answer_of(request, self._cancelled())
+            budget, prepared, params = ready
         if budget.tokens == 0:
             return self._answer(request, EngineOutput((), (), FinishReason.LENGTH))
 
@@ -245,7 +242,7 @@ class Generation:
                 request.request_id,
                 make,
                 on_pause=request.on_pause,
-                timeout_s=request.timeout_s,
+                timeout_s=max(0.0, request.timeout_s - (time.monotonic() - started)),
                 gone=gone,
                 on_admit=on_admit,
                 on_delta=on_delta,
@@ -263,8 +260,27 @@ class Generation:
         returns = request.on_pause is OnPause.RETURN
         return returns and request.multi_modal_data is not None and not self._gate.is_open
 
+    @staticmethod
+    def _takes_long(request: GenerateRequest) -> bool:
+        grammar = request.sampling_params.get("structured_outputs") is not None
+        media = request.multi_modal_data is not None
+        return grammar or media or bool(request.lora) or request.return_routed_experts
+
+    async def _ready(
+        self, request: GenerateRequest, budget: Budget
+    ) -> tuple[Budget, Prepared | None, object | None]:
+        """All that may take long, before the gate; no parameters where there is no budget."""
+        prepared = await self._prepare(request)
+        if prepared is not None and prepared.prompt is not None:
+            budget = make_budget(
+                request,
+                max_model_len=self._max_model_len(),
+                num_prompt_tokens=prepared.num_prompt_tokens,
+            )
+        return budget, prepared, await self._params(budget) if budget.tokens else None
+
     async def _prepare(self, request: GenerateRequest) -> Prepared | None:
-        """All that may take long, before the gate. None where there is nothing to prepare."""
+        """None where there is nothing to prepare."""
         media = request.multi_modal_data
         urls = {name: urls for name, urls in media if urls} if media else {}
         if not (urls or request.lora or request.return_routed_experts):
@@ -287,9 +303,9 @@ class Generation:
         """Cut one request and return its partial, as its own caller gets it; None if it is not
         alive.
         """
-        if (request := self._preparing.get(request_id)) is not None:
-            self._cut_early.add(request_id)
-            return self._answer_of(request, self._cancelled())
+        if (preparing := self._preparing.get(request_id)) is not None:
+            preparing.cut.set()
+            return self._answer_of(preparing.request, self._cancelled())
         request = self._requests.get(request_id)
         if request is None:
             return None

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_pod.generation import make_budget
-from rollout_pod.protocol import GenerateRequest, Problem
+from rollout_pod.admission import GateStayedClosed
+from rollout_pod.generation import Generation, make_budget
+from rollout_pod.protocol import CancelReason, GenerateRequest, Problem
 from rollout_pod.server.data_app import make_data_app
 from tests.support.fakes import fake_tokens
 from tests.support.pods import Pod, running_pod
@@ -178,10 +179,57 @@ async def test_what_is_being_fetched_can_be_cut(data: httpx.AsyncClient, pod: Po
     await fetching(pod, 1)
     cut = await data.delete(f"/v1/rollout/requests/{IMAGE['request_id']}")
     assert (cut.status_code, cut.json()["cancel_reason"]) == (200, "cancelled")
-    pod.engine.media_gate.set()
-    assert (await asked).json() == cut.json()
+    async with asyncio.timeout(5):  # the host of the image never answers
+        assert (await asked).json() == cut.json()
     assert not pod.engine.requests
+    pod.engine.media_gate.set()
     assert (await data.post(URL, json=IMAGE)).json()["cancel_reason"] is None, "the next one runs"
+
+
+async def test_nothing_is_fetched_for_a_caller_who_has_gone(pod: Pod) -> None:
+    pod.engine.media_gate = asyncio.Event()
+    generation = Generation(pod.engine, pod.supervisor.gate, max_model_len=lambda: 100)
+    request, left = GenerateRequest.model_validate(IMAGE), asyncio.Event()
+
+    async def gone() -> None:
+        await left.wait()
+
+    asked = asyncio.create_task(generation.generate(request, gone=gone))
+    await fetching(pod, 1)
+    left.set()
+    async with asyncio.timeout(5):
+        assert (await asked).cancel_reason is CancelReason.CANCELLED
+    again = asyncio.create_task(generation.generate(request))
+    await fetching(pod, 2)
+    again.cancel()
+    await asyncio.gather(again, return_exceptions=True)
+    pod.engine.media_gate.set()
+    assert (await generation.generate(request)).cancel_reason is None, "its id is free"
+
+
+async def test_what_was_fetched_for_long_waits_the_less(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod.engine.media_gate = asyncio.Event()
+    gate = pod.supervisor.gate
+    generation = Generation(pod.engine, gate, max_model_len=lambda: 100)
+    pass_gate, left = gate.generate, []
+
+    async def noted(*args: Any, timeout_s: float, **more: Any) -> Any:
+        left.append(timeout_s)
+        return await pass_gate(*args, timeout_s=timeout_s, **more)
+
+    monkeypatch.setattr(gate, "generate", noted)
+    request = GenerateRequest.model_validate(IMAGE | {"on_pause": "wait", "timeout_s": 0.2})
+    asked = asyncio.create_task(generation.generate(request))
+    await fetching(pod, 1)
+    pod.want(paused=True)
+    await pod.until(lambda s: s.phase == "Paused")
+    await asyncio.sleep(0.25)
+    pod.engine.media_gate.set()
+    with pytest.raises(GateStayedClosed):
+        await asked
+    assert left == [0.0]
 
 
 async def test_what_compiles_can_be_cut(
