@@ -304,6 +304,7 @@ class Session:
         Raises:
             TransferFailed: see ``finish``.
         """
+        self._left(deadline)  # ranks that are never waited for hide a cancel, else
         self._wait(lambda: self._sent - min(r.acked for r in self._ranks) < WINDOW, deadline)
         before = self._sent - WINDOW
         if counters is None or before < 0:
