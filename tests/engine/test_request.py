@@ -5,6 +5,7 @@ and what a cut changes.
 import asyncio
 import json
 import math
+import shutil
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.engine_kit import (
     LORA_RANK,
     adapter,
     checkpoint,
+    copy_of,
     merged,
     prompts,
     reference,
@@ -30,12 +32,12 @@ from tests.support.engine_kit import (
 
 KIND = "dense"
 BASE = checkpoint("dense", 0)
+ADAPTERS = {name: copy_of(adapter(BASE, seed)) for name, seed in (("one", 1), ("two", 2))}
 ARGS = (
     "--enable-lora",
     f"--max-lora-rank={max(8, LORA_RANK)}",
     "--lora-modules",
-    f"one={adapter(BASE, 1)}",
-    f"two={adapter(BASE, 2)}",
+    *(f"{name}={path}" for name, path in ADAPTERS.items()),
 )
 
 pytestmark = [
@@ -314,3 +316,20 @@ async def test_updates_change_the_base_and_keep_the_adapters(engine: VllmEngine)
         assert reference(new).agrees(PROMPT, await ask(engine, GREEDY))
         adapted = await ask(engine, GREEDY, lora="one")
         assert reference(merged(new, 1)).agrees(PROMPT, adapted)
+
+
+async def test_adapters_are_those_of_the_start_whatever_becomes_of_their_folders(
+    engine: VllmEngine,
+) -> None:
+    async def adapted() -> list[tuple[int, ...]]:
+        asked = [ask(engine, GREEDY, lora=name) for name in ADAPTERS]
+        return [output.token_ids for output in await asyncio.gather(*asked)]
+
+    assert (await update(engine, tensors_of(BASE), version="before")).ok
+    before = await adapted()
+    shutil.copytree(adapter(BASE, 3), ADAPTERS["two"], dirs_exist_ok=True)
+    shutil.rmtree(ADAPTERS["one"])
+    assert (await update(engine, tensors_of(BASE), version="after")).ok
+    assert await adapted() == before
+    assert engine.dead_error() is None
+    assert reference(BASE).agrees(PROMPT, await ask(engine, GREEDY))

@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 
 from examples.tiny_models import make
-from rollout_pod.engine.base import EngineError, EngineSettings, EngineStartError
+from rollout_pod.engine.base import EngineError, EngineSettings, EngineStartError, StagingRefused
 from rollout_pod.engine.vllm import VllmEngine
 from rollout_pod.weights.cuda import Cuda
 from rollout_pod.weights.session_errors import TransferFailed
@@ -120,3 +120,11 @@ async def test_an_engine_without_a_slot_says_so(versions) -> None:
             await running.stage_weights("s", version="v", timeout_s=5)
         (report,) = await switch(running, "v")
         assert (report.ok, report.touched) == (False, False)
+
+
+async def test_before_the_first_update_it_is_refused_at_once(versions) -> None:
+    """And not found out by a sender, which would count as a failure."""
+    small = f"--gpu-memory-utilization={SHARE / 2}"
+    async with engine_with(versions / "base", small) as running:
+        with pytest.raises(StagingRefused, match="the first update goes the ordinary way"):
+            await running.stage_weights("s", version="v", timeout_s=5)

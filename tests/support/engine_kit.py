@@ -93,6 +93,13 @@ def adapter(base: Path, seed: int) -> Path:
     return path
 
 
+def copy_of(folder: Path) -> Path:
+    """One that a test may spoil."""
+    path = _temporary("copy-")
+    shutil.copytree(folder, path, dirs_exist_ok=True)
+    return path
+
+
 @lru_cache
 def merged(base: Path, seed: int) -> Path:
     """The checkpoint that ``base`` with ``adapter(_, seed)`` is as good as."""

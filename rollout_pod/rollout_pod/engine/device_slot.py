@@ -151,6 +151,9 @@ class Staging:
             self._thread.join(0.05)  # its report is out, the thread may not be
             if self._thread.is_alive():
                 return "another version is being staged"
+        # now, and not by the thread: a session that was begun is of no use for an ordinary load
+        if why := self._fast.refusal_aside():
+            return why
         self._thread = threading.Thread(
             target=self._run,
             args=(session, version, timeout_s),

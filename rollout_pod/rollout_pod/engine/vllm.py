@@ -194,9 +194,7 @@ class VllmEngine:
         """Everything that blocks. In a thread of its own."""
         arguments.read_environment(anew=True)
         args, front_end_args = arguments.parse(self._settings)
-        self._adapters = adapters.requests_of(
-            front_end_args.lora_modules, enabled=bool(args.enable_lora)
-        )
+        self._adapters = self._keep_adapters(front_end_args, enabled=bool(args.enable_lora))
         rpc = None
         if self._share is None:
             if swept := leftovers.sweep_pod():
@@ -236,6 +234,16 @@ class VllmEngine:
             max_model_len=model.max_model_len,
             world_size=self._world,
         )
+
+    def _keep_adapters(self, front_end_args: Any, *, enabled: bool) -> dict[str, Any]:
+        """Requests for the adapters, and for vLLM's server the same paths and numbers."""
+        given, run_dir = front_end_args.lora_modules, self._settings.run_dir
+        if self._settings.node is None:  # another machine's ranks read the path they are told
+            front_end_args.lora_modules = adapters.moved(given, run_dir)
+        requests = adapters.requests_of(front_end_args.lora_modules, enabled=enabled)
+        if self._settings.node is None and self._share is None:
+            adapters.copy(given, run_dir)
+        return requests
 
     async def _start_receivers(self) -> None:
         # Asked for now, so that no request has to wait for the answer between gate and engine.
@@ -287,6 +295,7 @@ class VllmEngine:
         await asyncio.to_thread(leftovers.remove_unused, self._shared_files)
         if self._started and self._share is None:
             await asyncio.to_thread(sockets.remove, self._settings.run_dir)
+            await asyncio.to_thread(adapters.remove, self._settings.run_dir)
         await asyncio.to_thread(self._tail.close)
 
     def _note_belongings(self) -> None:

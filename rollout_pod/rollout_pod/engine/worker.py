@@ -135,7 +135,8 @@ class RolloutWorker:
         return replace(report, note="; ".join(filter(None, notes))).as_dict()
 
     def _rollout_new_weights(self) -> None:
-        # Adapters were merged for the old weights; older model runners have no such state.
+        # Adapters were merged for the old weights; older model runners have no such state. The next
+        # request that names one reads it again, inside a step: from the copy of ``adapters.copy``.
         reset = getattr(self.model_runner, "reset_lora_state", None)
         if reset is not None:
             reset()
