@@ -134,6 +134,16 @@ async def pause_twice(pod: Pod) -> None:
         await asyncio.sleep(0.02)
 
 
+def whole(answer: httpx.Response, *, stream: bool) -> tuple[list[int], list[dict[str, Any]]]:
+    """Tokens and spans of an answer that did not end by an error."""
+    if stream:
+        *chunks, _ = events(answer)
+        tokens = [t for chunk in chunks for t in chunk["choices"][0]["token_ids"]]
+        return tokens, chunks[-1]["weight_versions"]
+    document = answer.json()
+    return document["choices"][0]["token_ids"], document["weight_versions"]
+
+
 def check(tokens: list[int], spans: list[dict[str, Any]]) -> None:
     """Each token is of the version that its span names."""
     history, at = list(PROMPT), 0
@@ -303,13 +313,7 @@ async def test_what_is_in_flight_ends_within_the_drain(
     await running(pod)
     pod.supervisor.begin_drain()
     answer = await asking
-    if stream:
-        *chunks, _ = events(answer)
-        tokens = [t for chunk in chunks for t in chunk["choices"][0]["token_ids"]]
-        spans = chunks[-1]["weight_versions"]
-    else:
-        tokens = answer.json()["choices"][0]["token_ids"]
-        spans = answer.json()["weight_versions"]
+    tokens, spans = whole(answer, stream=stream)
     assert len(tokens) == N
     check(tokens, spans)
     await asyncio.wait_for(pod.task, 5)
@@ -426,13 +430,7 @@ async def test_an_answer_goes_on_after_an_update_that_failed_and_was_repaired(
     await pod.serving("step-1")
     assert not pod.agent.send_script["step-1"], "no update failed"
     answer = await asking
-    if stream:
-        *chunks, _ = events(answer)
-        tokens = [t for chunk in chunks for t in chunk["choices"][0]["token_ids"]]
-        spans = chunks[-1]["weight_versions"]
-    else:
-        tokens = answer.json()["choices"][0]["token_ids"]
-        spans = answer.json()["weight_versions"]
+    tokens, spans = whole(answer, stream=stream)
     assert len(tokens) == N
     check(tokens, spans)
     assert [span["version"] for span in spans] == ["base", "step-1"]
