@@ -16,6 +16,7 @@ from typing import Final, Self
 from rollout_pod.protocol import PushOffer, PushTarget, StateDocument
 from rollout_pod.weights.device import Device, DeviceError
 from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.on_thread import on_thread
 from rollout_pod.weights.push_errors import (
     NotDesired,
     PodGone,
@@ -183,21 +184,16 @@ class Pusher:
         gives the session up before it returns.
         """
         stop = threading.Event()
-        work = asyncio.ensure_future(
-            asyncio.to_thread(
-                self._run, stop, version, tensors, manifest, timeout_s, session, on_accepted
-            )
-        )
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
+
+        def give_up() -> None:
             stop.set()
             if self._stop is stop:
                 self.cancel()
-            await asyncio.wait({work})
-            if not work.cancelled():
-                work.exception()
-            raise
+
+        return await on_thread(
+            lambda: self._run(stop, version, tensors, manifest, timeout_s, session, on_accepted),
+            give_up,
+        )
 
     def join(
         self,

@@ -4,7 +4,6 @@ What is made once (connections, handles, pinned memory, what the ranks know of m
 tensors) makes the second update as fast as its bytes can be moved.
 """
 
-import asyncio
 import functools
 import threading
 import time
@@ -24,6 +23,7 @@ from rollout_pod.weights.fill import (
     SourceChangedError,
 )
 from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.on_thread import on_thread
 from rollout_pod.weights.push import stream
 from rollout_pod.weights.report import LoadReport
 from rollout_pod.weights.sender import Meanwhile, Session, Show
@@ -168,22 +168,17 @@ class WeightSender:
         gives the session up before it returns.
         """
         stop = threading.Event()
-        work = asyncio.ensure_future(
-            asyncio.to_thread(
-                self._alone, stop, version, tensors, manifest, session, timeout_s, on_accepted
-            )
-        )
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
+
+        def give_up() -> None:
             with self._guard:
                 stop.set()
                 if self._sending is stop:
                     self.cancel.set()
-            await asyncio.wait({work})
-            if not work.cancelled():
-                work.exception()
-            raise
+
+        return await on_thread(
+            lambda: self._alone(stop, version, tensors, manifest, session, timeout_s, on_accepted),
+            give_up,
+        )
 
     def close(self) -> None:
         """Let the ranks unmap everything, then give all memory back. Idempotent."""
