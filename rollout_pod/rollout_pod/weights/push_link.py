@@ -38,7 +38,9 @@ class Refusal(Exception):
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a unix socket; for one request."""
+    """HTTP over a unix socket; for one request. Not httpx: its socket stays open, until garbage is
+    collected, where nobody listens (httpcore 1.0's ``connect_unix_socket``).
+    """
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         super().__init__("pod", timeout=timeout_s)
