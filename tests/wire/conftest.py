@@ -1,6 +1,7 @@
 """What the tests of the weight protocol share; some files have a ``place`` of their own."""
 
-from collections.abc import AsyncIterator, Iterator
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
@@ -31,3 +32,19 @@ def gpu(place: Place) -> FakeDevice:
 @pytest.fixture
 def ranks_view(place: Place) -> FakeDevice:
     return FakeDevice(place.root / "gpu")
+
+
+@pytest.fixture
+def small_memory(place: Place) -> Iterator[Callable[[str], None]]:
+    """Shared memory of 512 KiB; call it to give it another size."""
+
+    def mount(options: str) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place.shm_dir)]
+        subprocess.run(command, check=True)
+
+    mount("size=512k")
+    try:
+        yield lambda size: mount(f"remount,size={size}")
+    finally:
+        place.close()
+        subprocess.run(["umount", str(place.shm_dir)], check=True)

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -270,22 +269,6 @@ async def test_two_versions_that_do_not_fit_are_refused_with_the_sums(
     assert f"at least {2 * MIB} (spec.weights.hostMemory" in str(caught.value)
     session = await pod.stage("v0", urls[0])
     assert await pod.load(session, "v0"), "the committed one stays"
-
-
-@pytest.fixture
-def small_memory(place: Place) -> Iterator[Callable[[str], None]]:
-    """Shared memory of 512 KiB; call it to give it another size."""
-
-    def mount(options: str) -> None:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place.shm_dir)]
-        subprocess.run(command, check=True)
-
-    mount("size=512k")
-    try:
-        yield lambda size: mount(f"remount,size={size}")
-    finally:
-        place.close()
-        subprocess.run(["umount", str(place.shm_dir)], check=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
