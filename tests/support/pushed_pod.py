@@ -82,9 +82,12 @@ async def pushed_pod(place: Place, **more: Any) -> AsyncIterator[Pod]:
 class TrainerProcess:
     """``weights_pusher.py`` as a process of its own, that stops at each of its steps."""
 
-    def __init__(self, place: Place, version: str, seed: int) -> None:
+    def __init__(self, place: Place, version: str, seed: int, gpu: Path | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.weights_pusher", str(place.run_dir), version, str(seed)],
+            [
+                sys.executable, "-m", "tests.support.weights_pusher", str(place.run_dir), version,
+                str(seed), *([str(gpu)] if gpu else []),
+            ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._lines: asyncio.Queue[str] = asyncio.Queue()

@@ -25,7 +25,7 @@ from rollout_pod.weights.spec import Expected, UpdatesUnsupportedError
 from tests.support.fake_device import FakeDevice
 from tests.support.pods import PROMPT, Pod, pushed
 from tests.support.pushed_pod import RanksEngine, TrainerProcess, pushed_pod
-from tests.support.weights import ModelLoader, Place, expected_of, mixed_tensors, same
+from tests.support.weights import Gate, ModelLoader, Place, expected_of, mixed_tensors, same
 
 FIRST = mixed_tensors(0)
 
@@ -235,10 +235,13 @@ async def test_two_processes_serve_one_session(place: Place, pod: Pod) -> None:
 # --- a trainer that is killed
 
 
-async def takes_over(place: Place, pod: Pod, version: str, seed: int) -> None:
+async def takes_over(
+    place: Place, pod: Pod, version: str, seed: int, gpu: FakeDevice | None = None
+) -> None:
     """Another trainer pushes the same version."""
-    async with pusher_of(place) as pusher:
-        done = await pusher.push_async(version, mixed_tensors(seed), timeout_s=30)
+    tensors = gpu.give(mixed_tensors(seed)) if gpu else mixed_tensors(seed)
+    async with pusher_of(place, device=gpu) as pusher:
+        done = await pusher.push_async(version, tensors, timeout_s=30)
     assert done.sent is not None, "it was sent"
     assert holds(pod, seed)
     await pod.serving(version)
@@ -442,3 +445,35 @@ async def test_many_pushes_leave_nothing(place: Place, pod: Pod) -> None:
         now = (me.num_fds(), me.num_threads(), len(place.segments()))
         assert now[0] <= base[0] + 2 and now[1] <= base[1] + 2 and now[2] == base[2]
     assert place.segments() == []
+
+
+@pytest.mark.parametrize("when", ["before its offer", "while they read"])
+async def test_killed_while_the_ranks_read_its_gpu_memory(
+    place: Place, trainers: list[TrainerProcess], when: str
+) -> None:
+    """Mode direct: no bucket says that the sender is gone, and what it exported is still mapped."""
+    folder = place.root / "gpu"
+    ranks_view = FakeDevice(folder)
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    async with pushed_pod(place) as pod:
+        gate = Gate(0)
+        engine_of(pod).gpu_uuid = ranks_view.uuid
+        pod.want(pushed("step-0"), transport="cuda_ipc")
+        await takes_over(place, pod, "step-0", 0, gpu=FakeDevice(folder))
+        engine_of(pod).loaders[0] = ModelLoader(gate)
+        pod.want(pushed("step-1"), transport="cuda_ipc")
+        trainers.append(TrainerProcess(place, "step-1", 1, gpu=folder))
+        await trainers[0].until("offer")
+        if when != "before its offer":
+            trainers[0].go()
+            assert await asyncio.to_thread(gate.reached.wait, 30)
+        trainers[0].kill()
+        gate.open.set()
+        state = await pod.until(lambda s: s.phase != "Updating" and s.needs == "step-1")
+        if when == "before its offer":
+            assert (state.phase, state.ready, state.weight_version) == ("Serving", True, "step-0")
+        else:
+            assert (state.phase, state.ready, state.weight_version) == ("Poisoned", False, None)
+        engine_of(pod).loaders[0] = ModelLoader()
+        await takes_over(place, pod, "step-1", 2, gpu=FakeDevice(folder))
+    assert ranks_view.in_use == 0, "the ranks let go of the dead one's memory"

@@ -44,7 +44,7 @@ class Loading:
     memories: Memories
     loader: Loader
     lock: threading.Lock
-    post: Callable[[wire.Message], None]
+    post: Callable[[wire.Message], object]
     confirm: Callable[[], str]
     deadline: float
     touched: bool = False

@@ -4,6 +4,7 @@ The thread answers greetings and manifests while the engine serves and never tou
 ``Receiver.load`` runs on the worker's main thread, when the engine is paused.
 """
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -152,5 +153,10 @@ class Receiver:
             mode=mode,
         )
         if claimed is not None:
-            self._talker.post(claimed[0].peer, wire.Report.of(session, report), HAND_OVER_S)
+            told = wire.Report.of(session, report)
+            is_heard = self._talker.post(claimed[0].peer, told, HAND_OVER_S)
+            if report.ok and transport == "cuda_ipc" and not is_heard:
+                # what lay there when it was read is known only of a process that outlived that
+                error = "the sender ended while its GPU memory was read"
+                return dataclasses.replace(report, ok=False, error=error)
         return report

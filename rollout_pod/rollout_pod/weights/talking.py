@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,18 @@ JOIN_S: Final = 5.0
 PROBLEMS: Final = 64
 """So many problems of a manifest are named, the rest is counted."""
 ERROR_CHARS: Final = 4000
+
+
+@dataclass
+class _Letter:
+    """What the loading thread has to say."""
+
+    peer: bytes
+    message: wire.Message
+    sent: threading.Event | None = None
+    """Set when it is; None where nobody waits for that."""
+    is_reached: bool = True
+    """Whether the peer was still there, as far as is known."""
 
 
 class Talker:
@@ -55,7 +68,7 @@ class Talker:
         self.lock = threading.Lock()
         """Guards the state of the session, never held across I/O with a peer."""
         self._current: Incoming | None = None
-        self._outbox: deque[tuple[bytes, wire.Message, threading.Event | None]] = deque()
+        self._outbox: deque[_Letter] = deque()
         self._unreachable: dict[bytes, str] = {}  # of the thread only
         self._wake = self._inode = -1
         self._closing = threading.Event()
@@ -121,16 +134,19 @@ class Talker:
         self._notify()  # from now on the thread looks after the sender
         return (current, current.manifest), ""
 
-    def post(self, peer: bytes, message: wire.Message, wait_s: float = 0.0) -> None:
+    def post(self, peer: bytes, message: wire.Message, wait_s: float = 0.0) -> bool:
         """Send from the loading thread. With ``wait_s`` wait so long at most until it is sent, and
-        a peer that could not be reached is known: who waits leaves the interpreter to the thread
-        that sends.
+        return whether the peer was there, as far as is known: who waits leaves the interpreter to
+        the thread that sends.
         """
-        sent = threading.Event() if wait_s and self._thread is not None else None
-        self._outbox.append((peer, message, sent))
+        letter = _Letter(peer, message)
+        if wait_s and self._thread is not None:
+            letter.sent = threading.Event()
+        self._outbox.append(letter)
         self._notify()
-        if sent is not None:
-            sent.wait(wait_s)
+        if letter.sent is not None:
+            letter.sent.wait(wait_s)
+        return letter.is_reached
 
     def confirm(self, incoming: Incoming, wait_s: float) -> str:
         """Look whether the session's sender is still there; why it failed, empty if it did not.
@@ -174,10 +190,10 @@ class Talker:
                 self._receive(socket)
                 handed = []
                 while self._outbox:
-                    peer, message, sent = self._outbox.popleft()
-                    self._send(socket, peer, message)
-                    if sent is not None:
-                        handed.append(sent)
+                    letter = self._outbox.popleft()
+                    letter.is_reached = self._send(socket, letter.peer, letter.message)
+                    if letter.sent is not None:
+                        handed.append(letter.sent)
                 if loading and time.monotonic() >= next_ping:
                     next_ping = time.monotonic() + PING_S
                     self._send(socket, loading.peer, wire.Ping(session=loading.session))
@@ -213,7 +229,8 @@ class Talker:
         if self._greeter.owner is not None:
             self._send(socket, self._greeter.owner, wire.Ping(session="-"))
 
-    def _send(self, socket: "zmq.Socket[bytes]", peer: bytes, message: wire.Message) -> None:
+    def _send(self, socket: "zmq.Socket[bytes]", peer: bytes, message: wire.Message) -> bool:
+        """Returns whether the peer is still there."""
         try:
             socket.send_multipart([peer, wire.encode(message)])
         except zmq.ZMQError as error:
@@ -221,6 +238,8 @@ class Talker:
             # that computes its next tensor, which is no harm until an answer is lost
             if not (isinstance(message, wire.Ping) and error.errno == zmq.EAGAIN):
                 self._unreachable[peer] = error.strerror or ""
+            return error.errno != zmq.EHOSTUNREACH
+        return True
 
     def _mourn(self) -> None:
         with self.lock:
@@ -308,7 +327,7 @@ class Talker:
                     # its sender may have nothing more to say that could be refused
                     text = f"session {current.session!r} was replaced by {hello.session!r}"
                     told = wire.Refused(session=current.session, code="stale", message=text)
-                    self._outbox.append((current.peer, told, None))
+                    self._outbox.append(_Letter(current.peer, told))
                 self._current = Incoming(hello.session, peer, transport=hello.transport)
             return answer
 
