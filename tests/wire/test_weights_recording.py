@@ -160,6 +160,41 @@ def test_replay_is_the_load(load, shapes, model_shapes, cut: int, dtype: torch.d
     assert uncovered(ranges, everything[1:]) == everything[0].nbytes
 
 
+def test_every_expert_of_a_large_model_comes_where_the_loaders_put_it() -> None:
+    """Rank 1 of 2 of 48 layers with 128 experts, as Qwen3-30B-A3B has: 18,432 small tensors."""
+    layers, count = range(48), 128
+    shapes = {
+        f"{layer}.{expert}.{which}": (2, 6) if which == "down" else (4, 2)
+        for layer in layers
+        for expert in range(count)
+        for which in ("gate", "up", "down")
+    }
+    assert len(shapes) == 18_432
+
+    def load(model: Model, name: str, value: torch.Tensor) -> None:
+        layer, _, rest = name.partition(".")
+        experts({which: model[f"{layer}.{which}"] for which in ("w13", "w2")}, rest, value)
+
+    def hollow() -> Model:
+        parts = {"w13": (count, 8, 2), "w2": (count, 2, 3)}
+        return {
+            f"{i}.{n}": torch.zeros(s, dtype=torch.bfloat16)
+            for i in layers
+            for n, s in parts.items()
+        }
+
+    fast, slow = hollow(), hollow()
+    plan, recorder = record(load, fast, version(shapes, torch.bfloat16, 0))
+    assert recorder.impure == {}
+    new = version(shapes, torch.bfloat16, 1)
+    for name, tensor in new.items():
+        load(slow, name, tensor)
+    replayer = HostReplayer()
+    pieces = [Piece(n, 0, t.numel() * t.element_size(), t.data_ptr()) for n, t in new.items()]
+    replayer.run(replayer.prepare(place(plan, pieces)))
+    assert all(torch.equal(fast[n].view(torch.int16), slow[n].view(torch.int16)) for n in slow)
+
+
 def computed(model, value):
     model.copy_(value * 2)
 
