@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from benchmarks.synthetic import SHAPES, SyntheticLoader, make_tensors
@@ -10,7 +11,7 @@ from rollout_pod.weights.fill import spec_of
 from rollout_pod.weights.loader import Expected
 from rollout_pod.weights.replay import HostReplayer
 from rollout_pod.weights.report import LoadReport
-from rollout_pod.weights.session_errors import TransferFailed
+from rollout_pod.weights.session_errors import ManifestError, TransferFailed
 from rollout_pod.weights.shadow import Shadow, ShadowError
 from rollout_pod.weights.trainer import WeightSender
 from tests.support.fake_device import FakeDevice
@@ -148,3 +149,43 @@ async def test_a_slot_that_is_too_small(place, shape) -> None:
         rank.aside._shadow.switch("v2", rank.loader._plan, HostReplayer())
     assert rank.holds(1)
     rank.sender.close()
+
+
+@pytest.mark.parametrize("shape", ["tiny"], indirect=True)
+@pytest.mark.parametrize("how", ["direct", "bucketed"])
+async def test_two_hundred_that_wait_leave_nothing_behind(place, shape, how: str) -> None:
+    """Every third one fails: the manifest of it, or, in buckets, the end of it."""
+    rank, process = Rank(place, shape, mode=how), psutil.Process()
+    ranks_view = place.receivers[0]._memories.device
+    held = rank.tensors(0)
+
+    def usage() -> tuple[int, ...]:
+        of_gpus = rank.gpu.in_use, ranks_view.in_use
+        return *of_gpus, process.num_fds(), process.num_threads(), len(place.segments())
+
+    assert (await rank.send("v0", held, aside=False)).ok
+    waits, before = "", ()
+    for number in range(200):
+        if number == 20:
+            before = usage()
+        seed, version = number % 4, f"v{number}"
+        for name, tensor in make_tensors(shape, "cpu", seed).items():
+            held[name].copy_(tensor)
+        if number % 3 == 2:
+            short = list(held.items())[:-1]
+            if how == "bucketed":
+                assert not (await rank.send(version, iter(short), aside=True)).ok
+                waits = ""
+            else:
+                with pytest.raises(ManifestError, match="missing"):
+                    await rank.sender.send_async(version, dict(short), timeout_s=20)
+        else:
+            assert (await rank.send(version, held, aside=True)).path == "staged"
+            waits, kept = version, seed
+        if number % 2 and waits:
+            rank.loader.switch(waits)
+            assert rank.holds(kept)
+    after = usage()
+    assert all(now <= then + 2 for now, then in zip(after, before, strict=True)), (before, after)
+    rank.sender.close()
+    assert (rank.gpu.in_use, place.segments()) == (1, []), "the tensors' own"
