@@ -51,6 +51,18 @@ async def test_both_names_of_the_tied_tensor_may_be_sent(engine):
     assert await serves(engine, A)
 
 
+async def test_one_name_may_stand_for_the_other(engine):
+    """Its bytes travel once, and the loaders get them under both."""
+    aliases = (("lm_head.weight", "model.embed_tokens.weight"),)
+    for number, checkpoint_of in enumerate((A, B, A)):
+        sent = await update(
+            engine, tensors_of(checkpoint_of), version=f"alias-{number}", aliases=aliases
+        )
+        assert sent.ok
+        assert await serves(engine, checkpoint_of)
+    assert {report.path for report in sent.reports} == {"mixed"}, "by the copies seen at first"
+
+
 @pytest.mark.parametrize("stop_after", [1, 50])
 async def test_a_vanished_sender_is_repaired_by_a_complete_resend(engine, stop_after):
     tensors = tensors_of(B)

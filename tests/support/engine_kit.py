@@ -248,6 +248,7 @@ async def update(
     wrong_at: int | None = None,
     mute: bool = False,
     timeout_s: float = 30,
+    aliases: tuple[tuple[str, str], ...] = (),
 ) -> Sent:
     """Pause, load by the real protocol in shuffled order, clear the caches, resume.
 
@@ -261,11 +262,15 @@ async def update(
         wrong_at: before this bucket, one is sent that was sent before.
         mute: nothing is sent at all.
         timeout_s: of the load.
+        aliases: other names of tensors, under which the loaders get them once more.
     """
     session = uuid.uuid4().hex
     names = sorted(tensors)
     random.Random(version).shuffle(names)
-    sender = _Sender(engine, session, {n: tensors[n] for n in names}, version, bucket_bytes)
+    ordered = {n: tensors[n] for n in names}
+    specs = tuple(spec_of(name, tensor) for name, tensor in ordered.items())
+    manifest = Manifest(version, specs, aliases)
+    sender = _Sender(engine, session, ordered, manifest, bucket_bytes)
     await asyncio.to_thread(sender.offer)
     try:
         await engine.pause()
@@ -289,13 +294,12 @@ class _Sender:
         engine: VllmEngine,
         session: str,
         tensors: dict[str, torch.Tensor],
-        version: str,
+        manifest: Manifest,
         bucket_bytes: int,
     ) -> None:
         self._tensors = tensors
-        specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
-        self._manifest = Manifest(version, specs)
-        self._plan = make_plan(specs, bucket_bytes)
+        self._manifest = manifest
+        self._plan = make_plan(manifest.tensors, bucket_bytes)
         self.buckets = len(self._plan.buckets)
         self._session = Session(session, engine.rank_sockets(), SHM, threading.Event())
         # Two slots only, used in turn: what a loader keeps of them is overwritten.
