@@ -55,7 +55,7 @@ class Settings(BaseSettings):
     pod_access: Literal["direct", "proxy"] = "direct"
     """How pods are reached: at their addresses, or from anywhere through the API server's proxy."""
     admin_port: Annotated[int, Field(ge=1, le=65535)] = ADMIN_PORT
-    """Where pods are asked. They listen there; another one is for something in between, as in tests."""
+    """Where pods are asked. They listen there; anything else has to forward to it."""
 
     @field_validator("watch_namespaces", mode="before")
     @classmethod
