@@ -31,9 +31,9 @@ class Preparing:
             waits.append(asyncio.ensure_future(gone()))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            is_ready = task.done() and not self.cut.is_set()
         finally:
             for wait in waits:  # nothing of it is in the engine
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
-        return task.result() if is_ready else None
+        # looked at last: whoever cut it meanwhile was told that it is cut
+        return None if self.cut.is_set() or task.cancelled() else task.result()

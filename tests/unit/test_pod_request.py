@@ -12,6 +12,7 @@ import pytest
 
 from rollout_pod.admission import GateStayedClosed
 from rollout_pod.generation import Generation, make_budget
+from rollout_pod.preparing import Preparing
 from rollout_pod.protocol import CancelReason, GenerateRequest, Problem
 from rollout_pod.server.data_app import make_data_app
 from tests.support.fakes import fake_tokens
@@ -300,3 +301,19 @@ async def test_what_comes_besides_tokens(data: httpx.AsyncClient) -> None:
     assert all(not set(told) & set(delta) for delta in deltas)
     plain = (await data.post(URL, json=BODY)).json()
     assert plain["prompt_log_probs"] is plain["routed_experts"] is None
+
+
+@pytest.mark.parametrize("turns", range(1, 8))
+async def test_what_is_cut_in_the_moment_in_which_it_is_ready_is_cut(turns: int) -> None:
+    """As long as it can be found it can be cut: whoever did was told so."""
+
+    async def work() -> str:
+        return "ready"
+
+    preparing = Preparing(GenerateRequest.model_validate(BODY))
+    task = asyncio.create_task(preparing.finished(work(), None))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    was_ready = task.done()
+    preparing.cut.set()
+    assert await task == ("ready" if was_ready else None)
