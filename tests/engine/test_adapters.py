@@ -46,17 +46,26 @@ def test_they_are_copied_where_the_requests_look(tmp_path: Path) -> None:
     adapters.copy(given, run)
     requests = adapters.requests_of(adapters.moved(given, run), enabled=True)
     assert {n: (r.lora_int_id, r.lora_path) for n, r in requests.items()} == {
-        "a": (1, f"{run}/adapters/1"), "b": (2, f"{run}/adapters/2"),
+        "a": (1, f"{run}/lora-copies/1"), "b": (2, f"{run}/lora-copies/2"),
     }  # fmt: skip
     assert [module.path for module in given] == [f"{tmp_path}/a", f"{tmp_path}/b"]
     for module in given:
         assert found(Path(requests[module.name].lora_path)) == found(Path(module.path))
     adapters.copy([given[1]], run)  # a later start
-    assert found(run / "adapters") == {f"1/{n}": t for n, t in found(tmp_path / "b").items()}
+    assert found(run / "lora-copies") == {f"1/{n}": t for n, t in found(tmp_path / "b").items()}
+    assert (run / "lora-copies").stat().st_mode & 0o777 == 0o700
     adapters.remove(run)
     assert list(run.iterdir()) == []
     adapters.copy(None, run)
     assert (list(run.iterdir()), adapters.moved(None, run)) == ([], None)
+
+
+def test_adapters_that_lie_in_the_run_folder_stay(tmp_path: Path) -> None:
+    """It is mounted in every container of the pod: they may write there."""
+    given = make(tmp_path / "adapters" / "style")
+    adapters.copy([Module("style", str(given))], tmp_path)
+    adapters.remove(tmp_path)
+    assert found(given).keys() == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_what_is_copied(tmp_path: Path) -> None:
@@ -71,7 +80,7 @@ def test_what_is_copied(tmp_path: Path) -> None:
     os.mkfifo(folder / "adapter_pipe")
     (folder / "adapter_loop").symlink_to(folder)
     adapters.copy([Module("a", str(folder))], tmp_path)
-    copy = tmp_path / "adapters" / "1"
+    copy = tmp_path / "lora-copies" / "1"
     assert found(copy) == found(blobs)
     assert not any(file.is_symlink() for file in copy.iterdir())
 
@@ -83,7 +92,7 @@ def test_what_cannot_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert str(caught.value).startswith("engineArgs: --lora-modules style: ")
         return str(caught.value)
 
-    assert f"No such file or directory: '{tmp_path}/gone'" in refused(tmp_path / "gone")
+    assert f"{tmp_path}/gone is no folder, and was not to be fetched" in refused(tmp_path / "gone")
     bare = make(tmp_path / "bare")
     (bare / "adapter_model.safetensors").unlink()
     assert f"{bare} holds no adapter_model" in refused(bare)
@@ -109,6 +118,6 @@ def test_who_copies_and_who_reads_what(tmp_path: Path, where: str) -> None:
         engine._share = Share(index=1, count=2, input_address="i", output_address="o")
     args: Any = SimpleNamespace(lora_modules=[Module("a", str(folder))])
     requests = engine._keep_adapters(args, enabled=True)
-    path = str(folder) if where == "node" else f"{run}/adapters/1"
+    path = str(folder) if where == "node" else f"{run}/lora-copies/1"
     assert requests["a"].lora_path == args.lora_modules[0].path == path
-    assert (run / "adapters").exists() == (where == "steers")
+    assert (run / "lora-copies").exists() == (where == "steers")

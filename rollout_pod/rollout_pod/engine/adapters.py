@@ -42,6 +42,8 @@ def copy(modules: Iterable[Any] | None, run_dir: Path) -> None:
     for number, module in enumerate(modules, start=1):
         try:
             folder = Path(get_adapter_absolute_path(module.path))
+            if not folder.is_dir():  # vLLM's answer to a download that failed is the name
+                raise FileNotFoundError(f"{module.path} is no folder, and was not to be fetched")
             _copy_files(folder, _copies_in(run_dir) / str(number))
         except Exception as error:
             message = f"engineArgs: --lora-modules {module.name}: {words_of(error)}"
@@ -54,7 +56,8 @@ def remove(run_dir: Path) -> None:
 
 
 def _copies_in(run_dir: Path) -> Path:
-    return run_dir.absolute() / "adapters"
+    # a name that nobody gives to what is theirs: it is removed without a look
+    return run_dir.absolute() / "lora-copies"
 
 
 def _copy_files(folder: Path, target: Path) -> None:
@@ -63,7 +66,8 @@ def _copy_files(folder: Path, target: Path) -> None:
     links), and whatever else is no file is left out.
     """
     files = [file for file in sorted(folder.iterdir()) if file.name.startswith("adapter_")]
-    target.mkdir(parents=True)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # adapters may be private
+    target.mkdir()
     for file in files:
         if file.is_file():
             shutil.copyfile(file, target / file.name)
