@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout_pod.protocol import PushOffer, UpdatePhase
+from rollout_pod.protocol import PushOffer, PushTarget, UpdatePhase
 from rollout_pod.supervisor import staging
 from rollout_pod.weights.push_errors import (
     NotDesired,
@@ -411,6 +411,48 @@ async def test_cancelled_it_gives_up_before_it_returns(place: Place, pod: Pod) -
         await pod.until(lambda s: s.needs == "step-2")
         done = await pusher.push_async("step-2", mixed_tensors(2), timeout_s=20)
         assert done.state.weight_version == "step-2" and holds(pod, 2)
+
+
+async def test_a_cancel_is_of_the_push_that_is_on(place: Place, pod: Pod) -> None:
+    """One that comes when none is on stops none, and no close takes memory from one."""
+    go = threading.Event()
+
+    def slow():
+        assert go.wait(20)
+        yield from mixed_tensors(1).items()
+
+    async with pusher_of(place) as pusher:
+        pod.want(pushed("step-0"))
+        assert (await pusher.push_async("step-0", mixed_tensors(0), timeout_s=20)).sent
+        pusher.cancel()
+        pod.want(pushed("step-1"))
+        push = asyncio.create_task(
+            pusher.push_async("step-1", slow(), session="named", timeout_s=20)
+        )
+        await pod.until(lambda s: pod.supervisor.board.state.transferring)
+        with pytest.raises(PushRefused, match="pushing already"):
+            pusher.close()
+        go.set()
+        assert (await push).state.weight_version == "step-1"
+
+
+async def test_a_cancel_before_there_is_a_sender(
+    place: Place, pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod.want(pushed("step-1"))
+    async with pusher_of(place) as pusher:
+        ask = pusher._link.target
+
+        def cancelled() -> PushTarget:
+            pusher.cancel()
+            return ask()
+
+        monkeypatch.setattr(pusher._link, "target", cancelled)
+        with pytest.raises(PushFailed, match="given up"):
+            await asyncio.to_thread(pusher.join, "step-1", FIRST, session="s", timeout_s=20)
+        with pytest.raises(PushFailed, match="given up"):
+            await pusher.push_async("step-1", FIRST, timeout_s=20)
+    assert (pod.state.needs, pod.state.weight_version) == ("step-1", "base")
 
 
 async def test_the_sender_is_told_of_a_rank_that_fails(place: Place, pod: Pod) -> None:

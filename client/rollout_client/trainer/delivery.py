@@ -16,10 +16,10 @@ from rollout_client.trainer.results import ReplicaResult
 from rollout_client.trainer.round import Round, follow
 from rollout_client.trainer.sending import Sending
 from rollout_client.trainer.tensors import Marks, Naming, TensorsChanged, refuse_changed
-from rollout_client.trainer.threads import on_thread
 from rollout_client.trainer.weights import Keep, Specs, Tensors, Weights
 from rollout_client.trainer.wishes import Hold
 from rollout_pod.weights.manifest import Manifest
+from rollout_pod.weights.on_thread import on_thread
 
 Results = dict[str, ReplicaResult]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -20,9 +19,9 @@ from rollout_client.trainer.muster import Missed, Muster
 from rollout_client.trainer.parcel import Parcel
 from rollout_client.trainer.pump import SourceFailed
 from rollout_client.trainer.tensors import TensorsChanged
-from rollout_client.trainer.threads import on_thread
 from rollout_client.trainer.wishes import Hold
 from rollout_pod.weights.cuda import Cuda
+from rollout_pod.weights.on_thread import on_thread
 from rollout_pod.weights.pusher import (
     NotDesired,
     PodGone,
@@ -133,16 +132,12 @@ class Sending:
         failures = 0
         while True:
             try:
-                pushed = await on_thread(
-                    partial(
-                        pusher.push,
-                        wish.version,
-                        parcel.tensors(control.name, quietly=quietly),
-                        manifest=parcel.manifest,
-                        timeout_s=timeout_s,
-                        on_accepted=_arrival(control, muster),
-                    ),
-                    pusher.cancel,
+                pushed = await pusher.push_async(
+                    wish.version,
+                    parcel.tensors(control.name, quietly=quietly),
+                    manifest=parcel.manifest,
+                    timeout_s=timeout_s,
+                    on_accepted=_arrival(control, muster),
                 )
             except (PodGone, PushFailed) as error:
                 failures += isinstance(error, PushFailed)

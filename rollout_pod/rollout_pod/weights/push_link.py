@@ -159,8 +159,9 @@ class Watch(threading.Thread):
                 if self._look(min(self.HOLD_S, left)):
                     break
         finally:
-            if self.on_trouble is not None and not self.is_committed:
-                self.on_trouble.set()
+            on_trouble = self.on_trouble
+            if on_trouble is not None and not self.is_committed:
+                on_trouble.set()
             self.ended.set()
 
     def _look(self, hold_s: float) -> bool:

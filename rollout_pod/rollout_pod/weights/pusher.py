@@ -108,9 +108,12 @@ class Pusher:
             Path(shared) if shared else None, device, transport, mode, bucket_bytes,
             tuple(ranks) if ranks is not None else None,
         )  # fmt: skip
-        self._stop = threading.Event()
-        """Of the push that is on."""
         self._busy = threading.Lock()
+        """Held by the push that is on."""
+        self._guard = threading.Lock()
+        self._stop: threading.Event | None = None
+        """Ends the push that is on; None where none is. Behind ``_guard``, as is what it does to
+        the sender's ``cancel``."""
 
     # --- what the pod says ---
 
@@ -185,14 +188,9 @@ class Pusher:
         """
         stop = threading.Event()
 
-        def give_up() -> None:
-            stop.set()
-            if self._stop is stop:
-                self.cancel()
-
         return await on_thread(
             lambda: self._run(stop, version, tensors, manifest, timeout_s, session, on_accepted),
-            give_up,
+            lambda: self._cancel(stop),
         )
 
     def join(
@@ -213,9 +211,11 @@ class Pusher:
             PushRefused, PushFailed, PodGone: as ``push``.
         """
         deadline = time.monotonic() + timeout_s
-        with self._alone(threading.Event()):
-            target = self.target()
-            sender = self._placement.sender_for(target)
+        stop = threading.Event()
+        with self._alone(stop):
+            sender = self._placement.sender_for(self.target())
+            if stop.is_set():
+                raise PushFailed(f"{version}: given up by its sender")
             try:
                 return sender.send(
                     version, tensors, manifest=manifest, session=session,
@@ -225,19 +225,28 @@ class Pusher:
                 raise PushRefused(str(error)) from error
             except SessionError as error:
                 raise PushFailed(str(error)) from error
-            finally:
-                sender.cancel.clear()  # it was for this one
 
     def cancel(self) -> None:
-        """Let the push that is on give up, from any thread."""
-        self._stop.set()
-        sender = self._placement.sender
-        if sender is not None:
-            sender.cancel.set()
+        """Let the push or ``join`` that is on give up, from any thread. Where none is, nothing."""
+        stop = self._stop
+        if stop is not None:
+            self._cancel(stop)
+
+    def _cancel(self, stop: threading.Event) -> None:
+        with self._guard:
+            stop.set()
+            sender = self._placement.sender
+            if self._stop is stop and sender is not None:
+                sender.cancel.set()
 
     def close(self) -> None:
-        """Let the ranks unmap this process's memory, and close everything. Idempotent."""
-        self._placement.close()
+        """Let the ranks unmap this process's memory, and close everything. Idempotent.
+
+        Raises:
+            PushRefused: a push is on: cancel it, and close when it has ended.
+        """
+        with self._alone(threading.Event()):
+            self._placement.close()
 
     def __enter__(self) -> Self:
         return self
@@ -291,6 +300,8 @@ class Pusher:
         stop: threading.Event,
     ) -> Pushed:
         sender = self._placement.sender_for(target)
+        if stop.is_set():  # before there was this sender
+            raise PushFailed(f"{version}: given up by its sender")
         watch = Watch(self._link, session, deadline=deadline + LAST_WORDS_S)
         watch.on_trouble = sender.cancel
 
@@ -346,11 +357,18 @@ class Pusher:
         """One push at a time; a cancel is of the push that is on."""
         if not self._busy.acquire(blocking=False):
             raise PushRefused("this pusher is pushing already: one version after the other")
-        self._stop = stop
         try:
+            self._is_on(stop)
             yield
         finally:
+            self._is_on(None)
             self._busy.release()
+
+    def _is_on(self, stop: threading.Event | None) -> None:
+        with self._guard:
+            self._stop = stop
+            if self._placement.sender is not None:
+                self._placement.sender.cancel.clear()  # it was for the one before
 
 
 def _pause(stop: threading.Event, deadline: float, why: str, state: StateDocument) -> None:

@@ -26,6 +26,7 @@ from rollout_pod.weights.manifest import Manifest
 from rollout_pod.weights.on_thread import on_thread
 from rollout_pod.weights.push import stream
 from rollout_pod.weights.report import LoadReport
+from rollout_pod.weights.segment import RoomError
 from rollout_pod.weights.sender import Meanwhile, Session, Show
 from rollout_pod.weights.session_errors import RanksError, TransferFailed
 from rollout_pod.weights.trainer_look import UNHASHED, Look, Looker, Mode, Tensors, step
@@ -181,17 +182,26 @@ class WeightSender:
         )
 
     def close(self) -> None:
-        """Let the ranks unmap everything, then give all memory back. Idempotent."""
+        """Let the ranks unmap everything, then give all memory back. Idempotent.
+
+        Raises:
+            RuntimeError: a ``send`` is on, which reads that memory: cancel it, and close when it
+                has ended.
+        """
+        with self._guard:
+            if self._sending is not None:
+                raise RuntimeError("this sender is sending: cancel that, and wait for its end")
         link = self._session
-        if link is not None:
-            try:
+        try:
+            if link is not None:
                 self._greet(uuid.uuid4().hex, time.monotonic() + 2.0, {})
                 link.map(2.0)
-            except (RanksError, DeviceError):
-                pass  # they are gone, or unmap it when they see that we are
-        self._hang_up("the sender was closed")
-        self._memory.close()
-        self._looker.forget()
+        except (RanksError, DeviceError, RoomError, OSError):
+            pass  # they are gone, or unmap it when they see that we are
+        finally:
+            self._hang_up("the sender was closed")
+            self._memory.close()
+            self._looker.forget()
 
     # --- the steps ---
 
