@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 HAND_OVER_S = 0.05
 """The sender waits for the report, which would else be sent when the interpreter comes to it."""
+LOOK_S = 5.0
+"""How long it may take to look whether the sender of GPU memory is there; in vain, it is not."""
 
 
 class Receiver:
@@ -115,7 +117,7 @@ class Receiver:
                 loader=loader,
                 lock=self._talker.lock,
                 post=lambda message: self._talker.post(incoming.peer, message),
-                confirm=lambda: self._talker.confirm(incoming, HAND_OVER_S),
+                confirm=lambda: self._talker.confirm(incoming, LOOK_S),
                 deadline=started + timeout_s,
                 steps=steps,
             )
@@ -154,8 +156,9 @@ class Receiver:
         )
         if claimed is not None:
             told = wire.Report.of(session, report)
-            is_heard = self._talker.post(claimed[0].peer, told, HAND_OVER_S)
-            if report.ok and transport == "cuda_ipc" and not is_heard:
+            matters = report.ok and transport == "cuda_ipc"
+            wait_s = LOOK_S if matters else HAND_OVER_S
+            if not self._talker.post(claimed[0].peer, told, wait_s) and matters:
                 # what lay there when it was read is known only of a process that outlived that
                 error = "the sender ended while its GPU memory was read"
                 return dataclasses.replace(report, ok=False, error=error)

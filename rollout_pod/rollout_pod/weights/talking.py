@@ -39,8 +39,8 @@ class _Letter:
     message: wire.Message
     sent: threading.Event | None = None
     """Set when it is; None where nobody waits for that."""
-    is_reached: bool = True
-    """Whether the peer was still there, as far as is known."""
+    is_reached: bool = False
+    """Whether it was sent, and the peer not known to be gone."""
 
 
 class Talker:
@@ -136,8 +136,8 @@ class Talker:
 
     def post(self, peer: bytes, message: wire.Message, wait_s: float = 0.0) -> bool:
         """Send from the loading thread. With ``wait_s`` wait so long at most until it is sent, and
-        return whether the peer was there, as far as is known: who waits leaves the interpreter to
-        the thread that sends.
+        return whether it was, to a peer that is not known to be gone: who waits leaves the
+        interpreter to the thread that sends.
         """
         letter = _Letter(peer, message)
         if wait_s and self._thread is not None:
@@ -152,9 +152,9 @@ class Talker:
         """Look whether the session's sender is still there; why it failed, empty if it did not.
         Between two pings a sender may be gone for seconds before that is noticed.
         """
-        self.post(incoming.peer, wire.Ping(session=incoming.session), wait_s)
+        is_reached = self.post(incoming.peer, wire.Ping(session=incoming.session), wait_s)
         with self.lock:
-            return incoming.failure
+            return incoming.failure or ("" if is_reached else "the sender could not be looked for")
 
     def _notify(self) -> None:
         """Wake the thread, if there is one."""
