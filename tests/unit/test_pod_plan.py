@@ -240,6 +240,12 @@ def doc(weights: WeightsRef | None = ONE, **more: object) -> DesiredDocument:
             doc(TWO), replace(SERVING, rejected=TWO), plan.Wait(), id="rejected: serve on"
         ),
         pytest.param(
+            doc(None),
+            replace(UP, rejected=BASE, last_committed=PUSHED),
+            plan.Commit(BASE),
+            id="base rejected before a restart: the engine holds it",
+        ),
+        pytest.param(
             doc(TWO),
             replace(POISONED, rejected=TWO, last_committed=None),
             plan.Prefetch(TWO),

@@ -343,7 +343,7 @@ class Engine(Protocol):
         does.
 
         Raises:
-            EngineHungError: a rank did not report in time, which is no fault of the version.
+            EngineHungError: a rank did not report in time: the engine is started again.
         """
 
     async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:

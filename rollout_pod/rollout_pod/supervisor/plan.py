@@ -153,7 +153,7 @@ def choose_target(desired: DesiredDocument, state: PodState, now: float) -> Weig
     version that can be fetched is the better one.
     """
     wanted = wanted_weights(desired)
-    is_rejected = state.rejected == wanted
+    is_rejected = state.rejects(wanted)
     if state.committed is not None and not state.poisoned:
         return state.committed if is_rejected else wanted
     fallback = fallback_weights(desired, state)

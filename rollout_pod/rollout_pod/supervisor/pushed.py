@@ -31,7 +31,7 @@ def needed_push(desired: DesiredDocument | None, state: PodState) -> WeightsRef 
     serves = state.committed is not None and not state.poisoned
     if serves and state.committed and state.committed.version == wanted.version:
         return None
-    is_rejected = state.rejected == wanted
+    is_rejected = state.rejects(wanted)
     if wanted.is_pushed and not is_rejected:
         return None if is_at_hand(state, wanted) else wanted
     if serves:

@@ -130,6 +130,12 @@ class PodState:
         others = tuple((r, n) for r, n in self.load_failures if r != ref)
         return replace(self, load_failures=(*others, (ref, self.load_failures_of(ref) + 1)))
 
+    def rejects(self, ref: WeightsRef) -> bool:
+        """It was rejected, and would have to be loaded: what the engine holds since its start was
+        loaded as well as anything.
+        """
+        return self.rejected == ref and self.loaded != ref
+
     def stage_failure_of(self, ref: WeightsRef) -> tuple[int, float]:
         """(failures in a row, retry at) of preparing ``ref``; (0, 0.0) if it did not fail."""
         return next(((n, at) for r, n, at in self.stage_failures if r == ref), (0, 0.0))
