@@ -92,7 +92,7 @@ def test_what_cannot_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert str(caught.value).startswith("engineArgs: --lora-modules style: ")
         return str(caught.value)
 
-    assert f"{tmp_path}/gone is no folder, and was not to be fetched" in refused(tmp_path / "gone")
+    assert f"{tmp_path}/gone is no folder, and could not be fetched" in refused(tmp_path / "gone")
     bare = make(tmp_path / "bare")
     (bare / "adapter_model.safetensors").unlink()
     assert f"{bare} holds no adapter_model" in refused(bare)

@@ -514,11 +514,16 @@ async def test_a_rank_that_is_gone_fails_the_update_and_the_next_finds_it_again(
 
 
 @pytest.mark.parametrize("at", ["its begin", "the load"])
-async def test_a_cancelled_send_gives_its_session_up(place, gpu, ranks_view, at) -> None:
+async def test_a_cancelled_send_gives_its_session_up(
+    place, gpu, ranks_view, at, monkeypatch
+) -> None:
     place.start_receivers(expected_of(FIRST), device=ranks_view)
     trainer = sender(place, gpu)
     held = gpu.give(FIRST)
-    accepted = threading.Event()
+    accepted, go = threading.Event(), threading.Event()
+    if at == "its begin":  # its thread has no turn before
+        begin = trainer._alone
+        monkeypatch.setattr(trainer, "_alone", lambda *given: go.wait(10) and begin(*given))
     send = asyncio.create_task(
         trainer.send_async(
             "step-0", held, session="one", timeout_s=20, on_accepted=lambda _: accepted.set()
@@ -527,10 +532,13 @@ async def test_a_cancelled_send_gives_its_session_up(place, gpu, ranks_view, at)
     if at == "the load":
         await asyncio.to_thread(accepted.wait, 10)
     else:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
     send.cancel()
+    await asyncio.sleep(0.05)
+    go.set()
     with pytest.raises(asyncio.CancelledError):
         await send
+    assert accepted.is_set() == (at == "the load")
     report = place.receivers[0].load(
         "one", ModelLoader(), version="step-0", flush=False, timeout_s=5
     )

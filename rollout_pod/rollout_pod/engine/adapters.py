@@ -43,7 +43,7 @@ def copy(modules: Iterable[Any] | None, run_dir: Path) -> None:
         try:
             folder = Path(get_adapter_absolute_path(module.path))
             if not folder.is_dir():  # vLLM's answer to a download that failed is the name
-                raise FileNotFoundError(f"{module.path} is no folder, and was not to be fetched")
+                raise FileNotFoundError(f"{module.path} is no folder, and could not be fetched")
             _copy_files(folder, _copies_in(run_dir) / str(number))
         except Exception as error:
             message = f"engineArgs: --lora-modules {module.name}: {words_of(error)}"
