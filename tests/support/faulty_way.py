@@ -15,6 +15,7 @@ from devcluster.settings import API_URL, CONTEXT, NODE_IP, Settings
 
 START_S = 10.0
 LATE_S = 3.0
+TLS_CLOSE_S = 0.5
 # of one connection: they are the proxy's own
 _HOP = frozenset({"connection", "host", "transfer-encoding", "content-length", "content-encoding"})
 
@@ -43,23 +44,23 @@ class FaultyWay:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Serve, in a thread of its own."""
-        up, loop = threading.Event(), asyncio.new_event_loop()
-        stop = asyncio.Event()
+        up, stop = threading.Event(), threading.Event()
 
         async def serve() -> None:
             async with self._served():
                 up.set()
-                await stop.wait()
+                await asyncio.to_thread(stop.wait)
 
-        thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+        # asyncio.run also ends the handshakes that are under way
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
         try:
             assert up.wait(START_S), "the way does not open"
             yield
         finally:
-            loop.call_soon_threadsafe(stop.set)
+            stop.set()
             thread.join(START_S)
-            loop.close()
+            assert not thread.is_alive(), "the way does not close"
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:
@@ -70,13 +71,23 @@ class FaultyWay:
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         runner = web.AppRunner(app, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
-        try:
-            async with ClientSession(auto_decompress=False) as self._session:
-                await web.TCPSite(runner, NODE_IP, 0, ssl_context=mine).start()
-                self.port = runner.addresses[0][1]
+        async with ClientSession(auto_decompress=False) as self._session:
+            site = web.TCPSite(runner, NODE_IP, 0, ssl_context=mine)
+            await site.start()
+            self.port = runner.addresses[0][1]
+            try:
                 yield
-        finally:
-            await runner.cleanup()
+            finally:
+                await site.stop()
+                assert runner.server is not None
+                for connection in runner.server.connections:
+                    # a TLS connection that is closed waits for the other side to say so too, and
+                    # these clients may be dead: the loop would end before
+                    if connection.transport is not None:
+                        connection.transport.abort()
+                await runner.cleanup()
+                # the API server does say so; aiohttp does not wait for it
+                await asyncio.sleep(TLS_CLOSE_S)
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         if self._dice.random() < self.refuses:
