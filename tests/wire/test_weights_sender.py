@@ -5,6 +5,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -92,6 +93,33 @@ async def test_other_names_of_a_manifest_go_in_every_mode(place, gpu, ranks_view
         trainer.send("step-1", held, manifest=manifest("step-1", "head", "tail"), timeout_s=5)
     with pytest.raises(ManifestError, match="'head': missing"):
         trainer.send("step-1", held, manifest=manifest("step-1"), timeout_s=5)
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda specs: specs[1:], "the tensor is .*embed.*, manifest: "),
+        (lambda specs: specs[:-1], "the tensor is .*, manifest: none"),
+        (lambda specs: (*specs, specs[0]), "the tensor is missing, manifest: .*embed"),
+        (lambda specs: (*specs[:-1], replace(specs[-1], dtype="int8")), "manifest: .*int8"),
+    ],
+    ids=["one is not in it", "the last is not in it", "one more", "another dtype"],
+)
+async def test_direct_refuses_a_manifest_of_other_tensors(
+    place, gpu, ranks_view, change, says
+) -> None:
+    """The tensors are found by their addresses: what the caller says of them would go unread."""
+    place.start_receivers(expected_of(FIRST), device=ranks_view)
+    trainer, held = sender(place, gpu), gpu.give(FIRST)
+    specs = tuple(spec_of(name, tensor) for name, tensor in held.items())
+    for version in ("step-0", "step-1"):  # the second knows what the first found
+        with pytest.raises(TransferFailed, match=says):
+            trainer.send(version, held, manifest=Manifest(version, change(specs)), timeout_s=5)
+        sent, loaders = await update(
+            place, trainer, version, held, manifest=Manifest(version, specs)
+        )
+        assert sent.mode == "direct" and same(loaders[0].model, FIRST)
     trainer.close()
 
 

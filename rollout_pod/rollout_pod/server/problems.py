@@ -73,7 +73,7 @@ _KNOWN: Mapping[type, tuple[int, ProblemCode, str, str]] = {
     NotReady: (503, ProblemCode.NOT_READY, "Not ready", "no weight version is committed yet"),
     Draining: (503, ProblemCode.DRAINING, "Draining", "this pod ends: ask another one"),
     GateStayedClosed: (
-        503, ProblemCode.GATE_CLOSED, "Paused", "generation stayed paused for the whole timeout_s",
+        503, ProblemCode.GATE_CLOSED, "Paused", "generation stayed paused until timeout_s was over",
     ),
     DuplicateRequest: (
         409, ProblemCode.DUPLICATE_REQUEST, "Duplicate request",

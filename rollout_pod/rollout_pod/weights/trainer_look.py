@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final, Literal
 
 import torch
@@ -71,7 +72,8 @@ class Looker:
 
         Raises:
             NotExportableError: mode ``direct`` was asked for and is not possible.
-            TransferFailed: a manifest is missing, or of another version.
+            TransferFailed: a manifest is missing, of another version, or (mode direct, which
+                reads tensors without asking for them by name) of other tensors.
         """
         if look.shown is None or look.transport != link.transport:
             look.transport = link.transport
@@ -119,7 +121,14 @@ class Looker:
     def _aliased(self, found: Manifest, given: Manifest | None) -> Manifest:
         """What was found in place, with the other names that the caller gives; without a manifest
         those of the last one, where it is of the same tensors.
+
+        Raises:
+            TransferFailed: the caller's manifest is of other tensors.
         """
+        if given is not None and given.tensors != found.tensors:
+            pairs = zip_longest(given.tensors, found.tensors)
+            want, got = next((want, got) for want, got in pairs if want != got)
+            raise TransferFailed(f"the tensor is {got or 'missing'}, manifest: {want or 'none'}")
         known = self.manifest
         named = given or known
         if named is None or not named.aliases:
