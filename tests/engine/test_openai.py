@@ -478,7 +478,9 @@ def test_the_example_of_the_page(pod: ServeProcess, capsys: pytest.CaptureFixtur
     scope: dict[str, Any] = {}
     exec(code.replace("127.0.0.1:8000", pod.data), scope)
     scope["client"].close()
-    assert capsys.readouterr().out == "tokens 0 to 32: base\n"
+    count = scope["answer"].usage.completion_tokens  # it is sampled, and may end before 32
+    assert 0 < count <= 32
+    assert capsys.readouterr().out == f"tokens 0 to {count}: base\n"
 
 
 @pytest.mark.parametrize(
