@@ -33,8 +33,9 @@ TOGETHER: Mapping[str, Sequence[str]] = {
 """Tiers whose files may run beside each other: the cluster's and verl's share one cluster, one pod.
 The engine's begin with the longest ones (tests/engine/conftest.py)."""
 REPORTS = ("-q", "-rfEs", "--durations=5")
-PATIENT = "unit/test_operator_chaos.py"
-"""Computes for minutes in virtual time, so that it may wait for a processor as long as it likes."""
+PATIENT = ("unit/test_operator_chaos.py", "unit/test_pod_attack.py")
+"""Compute for minutes in virtual time, so that they may wait for a processor as long as they
+like."""
 IDLE = "cluster"
 """The tier that leaves the processors idle half of its time."""
 ENVIRONMENTS: Mapping[str, str] = {"verl": "verl_env"}
@@ -129,8 +130,8 @@ def run_tiers(
     tiers: Sequence[str], tests: Path, args: Sequence[str], *, deadline_s: float | None = None
 ) -> Iterator[Result]:
     """Run them one after the other, and ``PATIENT`` beside ``IDLE`` where both are asked for."""
-    patient = tests / PATIENT
-    apart = IDLE in tiers and PATIENT.split("/")[0] in tiers and not args and patient.exists()
+    patient = [tests / file for file in PATIENT if (tests / file).exists()]
+    apart = IDLE in tiers and "unit" in tiers and not args and bool(patient)
     done: list[Result] = []
     for tier in tiers:
         print(f"== {tier}", flush=True)
@@ -138,9 +139,17 @@ def run_tiers(
         with contextlib.ExitStack() as stack:
             beside = None
             if apart and tier == IDLE:
-                command = ["nice", "-n19", sys.executable, "-m", "pytest", str(patient), *REPORTS]
+                command = [
+                    "nice",
+                    "-n19",
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    *map(str, patient),
+                    *REPORTS,
+                ]
                 beside = stack.enter_context(Run("chaos", command))
-            elsewhere = [f"--ignore={patient}"] if apart and tier != IDLE else []
+            elsewhere = [f"--ignore={file}" for file in patient] if apart and tier != IDLE else []
             done.append(run_tier(tier, deadline_s=within_s, tests=tests, args=[*elsewhere, *args]))
             yield done[-1]
             if beside is not None:

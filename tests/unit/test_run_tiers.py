@@ -114,22 +114,28 @@ def test_what_a_tier_leaves_is_for_those_after_it(runner, over, left):
 
 def test_what_only_computes_runs_beside_the_tier_that_waits(tmp_path, runner):
     tier(tmp_path, "unit", PASSES)
-    (tmp_path / runner.PATIENT).write_text("import os\ndef test_p(): assert os.nice(0) == 19\n")
+    for number, file in enumerate(runner.PATIENT):
+        text = f"import os\ndef test_p{number}(): assert os.nice(0) == 19\n"
+        (tmp_path / file).write_text(text)
     tier(tmp_path, "cluster", PASSES)
     done = list(runner.run_tiers(["unit", "cluster"], tmp_path, ()))
     assert [(r.tier, r.passed, r.failed) for r in done] == [
-        ("unit", 1, 0), ("cluster", 1, 0), ("chaos", 1, 0)
+        ("unit", 1, 0), ("cluster", 1, 0), ("chaos", 2, 0)
     ]  # fmt: skip
     apart = sum(r.seconds for r in done[:2])
     assert runner.summary(done)[-2] == f"{'all':<8} {apart:7.1f} s"
-    assert runner.summary(done)[2] == "chaos       beside   1 passed, 0 failed, 0 skipped"
+    assert runner.summary(done)[2] == "chaos       beside   2 passed, 0 failed, 0 skipped"
     alone = list(runner.run_tiers(["unit"], tmp_path, ()))
-    assert [(r.tier, r.passed, r.failed) for r in alone] == [("unit", 1, 1)]
+    assert [(r.tier, r.passed, r.failed) for r in alone] == [("unit", 1, 2)]
+
+
+def test_what_runs_beside_another_tier_is_there(runner):
+    assert all((runner.ROOT / "tests" / file).exists() for file in runner.PATIENT)
 
 
 def test_what_hangs_beside_a_tier_is_ended_and_fails(tmp_path, runner):
     tier(tmp_path, "unit", PASSES)
-    (tmp_path / runner.PATIENT).write_text("import time\ndef test_p(): time.sleep(90)\n")
+    (tmp_path / runner.PATIENT[0]).write_text("import time\ndef test_p(): time.sleep(90)\n")
     tier(tmp_path, "cluster", PASSES)
     *_, beside = runner.run_tiers(["unit", "cluster"], tmp_path, (), deadline_s=3)
     assert (beside.tier, beside.ok) == ("chaos", False)
