@@ -1,49 +1,14 @@
-"""``rollout-operator``: settings come from the environment or, each by its name, as options."""
+"""``rollout-operator``, and ``python -m rollout_operator``."""
 
-import asyncio
-import gc
-import sys
-
-from pydantic import ValidationError
-
-from rollout_operator import logs
-from rollout_operator.app import run
-from rollout_operator.apply.errors import NoConfiguration
-from rollout_operator.runtime import Runtime
-from rollout_operator.settings import Settings
+from rollout_pod.first_process import end_by_sigterm
 
 
 def main() -> None:
     """Run the operator until it is told to stop."""
-    try:
-        # --pod-access=proxy is ROLLOUT_OPERATOR_POD_ACCESS=proxy; --help tells all
-        settings = Settings(
-            _cli_parse_args=sys.argv[1:],
-            _cli_kebab_case=True,
-            _cli_prog_name="rollout-operator",
-            _cli_implicit_flags=True,
-        )
-        settings.namespaces()
-        settings.lease()
-    except ValidationError as error:
-        lines = (
-            f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()
-        )
-        sys.exit("rollout-operator: " + "; ".join(lines))
-    except ValueError as error:
-        sys.exit(f"rollout-operator: {error}")
-    logs.configure(format=settings.log_format, level=settings.log_level)
-    # what was imported stays for good: no collection need walk over it
-    gc.collect()
-    gc.freeze()
-    try:
-        asyncio.run(_run(settings))
-    except NoConfiguration as error:
-        sys.exit(f"rollout-operator: {error}")
+    end_by_sigterm()
+    from rollout_operator import cli  # takes its time
 
-
-async def _run(settings: Settings) -> None:
-    await run(Runtime(settings))
+    cli.main()
 
 
 if __name__ == "__main__":

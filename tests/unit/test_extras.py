@@ -10,8 +10,8 @@ from packaging.requirements import Requirement
 
 OURS = "rollout-replica"
 ENTRIES = {
-    "operator": ("rollout_operator.__main__",),
-    "pod": ("rollout_pod.cli", "rollout_pod.serve", "rollout_pod.front_ends.front_end",
+    "operator": ("rollout_operator.__main__", "rollout_operator.cli"),
+    "pod": ("rollout_pod.__main__", "rollout_pod.cli", "rollout_pod.serve", "rollout_pod.front_ends.front_end",
             "rollout_pod.weights.agent", "rollout_pod.nodes.ranks"),
     "client": ("rollout_client",),
     "kube": ("rollout_client.kube",),

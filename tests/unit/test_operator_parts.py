@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollout_operator import __main__ as program
+from rollout_operator import cli as program
 from rollout_operator.api import names
 from rollout_operator.api.quantity import parse_bytes
 from rollout_operator.api.replica import Replica
