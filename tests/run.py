@@ -139,15 +139,8 @@ def run_tiers(
         with contextlib.ExitStack() as stack:
             beside = None
             if apart and tier == IDLE:
-                command = [
-                    "nice",
-                    "-n19",
-                    sys.executable,
-                    "-m",
-                    "pytest",
-                    *map(str, patient),
-                    *REPORTS,
-                ]
+                nice = ("nice", "-n19", sys.executable, "-m", "pytest")
+                command = [*nice, *map(str, patient), *REPORTS]
                 beside = stack.enter_context(Run("chaos", command))
             elsewhere = [f"--ignore={file}" for file in patient] if apart and tier != IDLE else []
             done.append(run_tier(tier, deadline_s=within_s, tests=tests, args=[*elsewhere, *args]))

@@ -15,7 +15,7 @@ from devcluster.settings import API_URL, CONTEXT, NODE_IP, Settings
 
 START_S = 10.0
 LATE_S = 3.0
-TLS_CLOSE_S = 0.5
+TLS_CLOSE_S = 2.0
 # of one connection: they are the proxy's own
 _HOP = frozenset({"connection", "host", "transfer-encoding", "content-length", "content-encoding"})
 

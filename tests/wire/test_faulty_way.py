@@ -59,6 +59,7 @@ def asked(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[threa
             await asyncio.to_thread(stop.wait)
 
     monkeypatch.setattr(faulty_way, "NODE_IP", LOCAL)
+    monkeypatch.setattr(faulty_way, "TLS_CLOSE_S", 0.5)
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert up.wait(OPEN_S)
