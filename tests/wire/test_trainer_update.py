@@ -433,3 +433,26 @@ async def test_the_sync_form() -> None:
         await asyncio.to_thread(train)
         assert holds(pod, "step-1", mixed_tensors(1))
         assert pod.state.phase == "Serving"
+
+
+async def test_a_pod_that_ends_is_not_asked_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It answers at once what it would have held, and so it went, until its connection was lost."""
+    asks, ask = [], keeper.ask_state
+
+    async def counted(*args):
+        asks.append(args)
+        return await ask(*args)
+
+    monkeypatch.setattr(keeper, "ask_state", counted)
+    monkeypatch.setattr(keeper, "_RETRY_S", 0.5)
+    async with local_pods() as (pod,), adapter_of(pod, keep="copy") as adapter:
+        await adapter.update_weights(mixed_tensors(1), version="v1")
+        pod.pod.supervisor.board.close()
+        asks.clear()
+        await asyncio.sleep(1.2)
+        assert len(asks) <= 8
+        # and it goes on to watch
+        await pod.kill()
+        await (await pod.boot()).serving("v1")

@@ -53,7 +53,8 @@ class Keeper:
             state: StateDocument | None = None
             while True:
                 newer = await ask_state(http, state)
-                if newer is None:
+                if newer is None or _is_same(newer, state):
+                    # nobody answers, or a pod that ends, which holds no question any more
                     state = None
                     await asyncio.sleep(_RETRY_S)
                     continue
@@ -75,3 +76,7 @@ class Keeper:
                     log.warning("%s was not sent again: %s", wish.version, error)
                     await asyncio.sleep(_FAILED_S)
                     state = None
+
+
+def _is_same(newer: StateDocument, state: StateDocument | None) -> bool:
+    return state is not None and (newer.boot_id, newer.revision) == (state.boot_id, state.revision)
