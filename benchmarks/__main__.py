@@ -17,6 +17,7 @@ BENCHMARKS: Final = {
     "update-bucketed": "benchmarks.update_bucketed",
     "update-direct": "benchmarks.update_direct",
     "update-moe": "benchmarks.update_moe",
+    "update-pod": "benchmarks.update_pod",
     "update-scaling": "benchmarks.update_scaling",
     "update-shm": "benchmarks.update_shm",
     "update-staged": "benchmarks.update_staged",
