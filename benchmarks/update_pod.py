@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.pod import measured_model, run_load
 from benchmarks.report import Result, tell
@@ -39,9 +40,12 @@ def run(quick: bool) -> Result:
     """Measure."""
     count = 3 if quick else 10
     with measured_model() as model:
-        tensors = _tensors(Path(model.path))
+        path = Path(model.path)
+        tensors = _tensors(path)
         floor = copy_floor_ms(tensors) if torch.cuda.is_available() else _memcpy_ms(tensors)
-        with serve_process(Path(model.path), engine_args=model.args) as pod:
+        # an engine takes no updates of weights that it has not read from a checkpoint
+        args = tuple(arg for arg in model.args if arg != "--load-format=dummy")
+        with serve_process(path, engine_args=args) as pod:
             pod.start()
             pod.until(lambda state: state.phase == "Serving", timeout_s=240)
             rows = asyncio.run(_updates(pod, tensors, count))
@@ -56,11 +60,13 @@ def run(quick: bool) -> Result:
 
 
 def _tensors(path: Path) -> Tensors:
+    """Those of the checkpoint, which on a GPU are made here: its config is of a larger model."""
     if not torch.cuda.is_available():
         return tensors_of(path)
     tensors = make_tensors(SHAPES["qwen3-8b"], WHERE, 1)
     for tensor in tensors.values():
         tensor.normal_(std=0.02)
+    save_file(tensors, path / "model.safetensors")
     return tensors
 
 
