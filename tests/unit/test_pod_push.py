@@ -153,6 +153,40 @@ async def test_a_sender_that_gives_up_before_the_gate_closes_costs_nothing(pod: 
     await asyncio.gather(*tasks)
 
 
+async def test_senders_that_give_up_behind_a_closed_gate_are_attempts(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them cut requests: one that always fails must not do so for ever."""
+    pod.want(pushed("step-1"), max_attempts=2)
+    pause, may_pause = pod.engine.pause, asyncio.Event()
+
+    async def late_pause(*args: object, **more: object) -> None:
+        await may_pause.wait()
+        await pause(*args, **more)
+
+    monkeypatch.setattr(pod.engine, "pause", late_pause)
+    for number in range(2):
+        await needs(pod, "step-1")
+        tasks = await start_long(pod)
+        may_pause.clear()
+        pod.offer("step-1", f"p{number}")
+        await pod.until(lambda s: s.gate == "closed")
+        status = pod.supervisor.pushes.give_up(f"p{number}", "no tensor could be gathered")
+        may_pause.set()
+        assert status.over and "no tensor could be gathered" in status.message
+        await asyncio.gather(*tasks)
+        await pod.serving("base")
+    assert status.phase is UpdatePhase.REJECTED
+    assert pod.state.needs is None
+    error = refused(pod, "step-1")
+    assert error.code == "not_desired" and "rejected" in str(error)
+    pod.want(pushed("step-2"), max_attempts=2)
+    await needs(pod, "step-2")
+    pod.offer("step-2", "good")
+    pod.agent.push("good", "ok")
+    await pod.serving("step-2")
+
+
 async def test_a_sender_that_dies_untouched_leaves_the_old_version_serving(pod: Pod) -> None:
     pod.want(pushed("step-1"))
     await needs(pod, "step-1")

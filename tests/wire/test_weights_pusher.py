@@ -232,6 +232,32 @@ async def test_two_processes_serve_one_session(place: Place, pod: Pod) -> None:
         assert (await part).session == "both"
 
 
+async def test_two_processes_with_the_tensors_in_two_orders_commit_nothing(
+    place: Place, pod: Pod
+) -> None:
+    """Each rank has a complete version by its own account; whether it is one, nobody knows."""
+    pod.want(pushed("step-0"))
+    await takes_over(place, pod, "step-0", 0)
+    pod.want(pushed("step-1"))
+    joined = threading.Event()
+    async with pusher_of(place, ranks=[0]) as one, pusher_of(place, ranks=[1]) as other:
+        part = asyncio.create_task(
+            asyncio.to_thread(
+                other.join, "step-1", dict(reversed(mixed_tensors(1).items())), session="both",
+                timeout_s=20, on_accepted=lambda _: joined.set(),
+            )
+        )  # fmt: skip
+        with pytest.raises(PushFailed, match="ranks 0 and 1 were given different tensors"):
+            await one.push_async(
+                "step-1", mixed_tensors(1), session="both", timeout_s=20,
+                on_accepted=lambda _: joined.wait(10) or None,
+            )  # fmt: skip
+        await part
+    state = await pod.until(lambda s: s.needs == "step-1")
+    assert (state.phase, state.weight_version) == ("Poisoned", None), "no mix is served"
+    await takes_over(place, pod, "step-1", 1)
+
+
 # --- a trainer that is killed
 
 

@@ -234,6 +234,8 @@ class RankReport:
     """By which the bytes came: ``weights.wire.Transport``."""
     mode: str = ""
     """``direct`` or ``bucketed``; empty where no byte came."""
+    manifest: str = ""
+    """Names what was loaded; that of all ranks is the same, or they hold a mix."""
 
 
 @dataclass(frozen=True)

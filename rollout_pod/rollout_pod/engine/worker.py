@@ -168,7 +168,7 @@ class RolloutWorker:
             self._rollout_new_weights()
             report = LoadReport(
                 rank, host, True, version, tensors=len(manifest.tensors), bytes=manifest.nbytes,
-                path="switched",
+                path="switched", manifest=manifest.mark,
             )  # fmt: skip
         return self._rollout_told(replace(report, seconds=time.monotonic() - started))
 

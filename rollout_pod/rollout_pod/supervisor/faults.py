@@ -45,6 +45,28 @@ class Faults:
         """Take the failure down. Unless no model was touched (``restore``: the state before),
         nothing may be served until a complete load commits.
         """
+        self._note(ref, message, restore)
+        # last: an agent that does not listen must not keep the pod ready meanwhile
+        await self.staging.give_up()
+
+    def fail_offer(self, session: str, message: str) -> None:
+        """A sender gives up what requests were cut for, before anything was loaded: it counts as
+        an attempt, or one that always fails would close the gate for ever. Else nothing happens.
+        """
+        state = self.board.state
+        stage = state.stage
+        if (
+            stage is None
+            or stage.session != session
+            or state.transferring
+            or (state.transferred and state.loaded == stage.ref)
+            or state.committed is None
+            or state.closed_for is not CancelReason.UPDATING
+        ):
+            return
+        self._note(stage.ref, message, state)
+
+    def _note(self, ref: WeightsRef, message: str, restore: PodState | None) -> None:
         desired = self.board.desired
         log.error("update failed", version=ref.version, error=message, untouched=bool(restore))
         state = self.board.state.with_load_failure(ref)
@@ -76,8 +98,6 @@ class Faults:
             state = replace(state, loaded=None, poisoned=True, committed=None)
         self.store.write_record(record_of(state))
         self.board.set(state)
-        # last: an agent that does not listen must not keep the pod ready meanwhile
-        await self.staging.give_up()
 
     def _has_other_than(self, ref: WeightsRef) -> bool:
         """Whether another version could be served: without one, ``ref`` is never given up."""

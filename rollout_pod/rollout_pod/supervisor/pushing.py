@@ -19,6 +19,7 @@ from rollout_pod.protocol import (
 )
 from rollout_pod.protocol.push import OVER
 from rollout_pod.supervisor.board import Board
+from rollout_pod.supervisor.faults import Faults
 from rollout_pod.supervisor.pushed import is_at_hand, needed_push
 from rollout_pod.supervisor.staging import Staging
 from rollout_pod.supervisor.state import EngineStatus, StageStatus, wanted_weights
@@ -50,6 +51,7 @@ class Pushing:
     board: Board
     engine: Engine
     staging: Staging
+    faults: Faults
     _offers: OrderedDict[str, PushOffer] = field(default_factory=OrderedDict)
 
     def target(self, *, shm_dir: Path) -> PushTarget:
@@ -127,9 +129,9 @@ class Pushing:
             UnknownSession: as it says.
         """
         self._record(session)
-        self.staging.drop_push(
-            session, UpdatePhase.GIVEN_UP, f"the sender gave up: {reason or 'it says no more'}"
-        )
+        message = f"the sender gave up: {reason or 'it says no more'}"
+        self.faults.fail_offer(session, message)
+        self.staging.drop_push(session, UpdatePhase.GIVEN_UP, message)
         return self.status(session)
 
     def status(self, session: str) -> PushStatus:

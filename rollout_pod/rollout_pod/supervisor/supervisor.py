@@ -96,7 +96,7 @@ class Supervisor:
         )  # fmt: skip
         self._sleeping = Sleeping(self.board, self.engine, self.gate)
         self._caches = CacheClearing(self.board, self.engine)
-        self.pushes = Pushing(self.board, self.engine, self._staging)
+        self.pushes = Pushing(self.board, self.engine, self._staging, self._faults)
         self.metrics.watch(
             gate_open=lambda: self.gate.is_open,
             gate_changed=lambda: self.gate.changed_at,

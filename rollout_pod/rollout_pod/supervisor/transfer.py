@@ -147,6 +147,13 @@ class Transfer:
         ]
         if sorted(r.rank for r in reports) != list(range(world)):
             problems.append(f"{len(reports)} of {world} ranks reported")
+        given = {r.manifest: r.rank for r in reversed(reports) if r.ok and r.manifest}
+        if len(given) > 1:
+            ranks = " and ".join(str(rank) for rank in sorted(given.values()))
+            problems.append(
+                f"ranks {ranks} were given different tensors, or the same in another order: all "
+                "senders of a session send the same ones in one order"
+            )
         return problems
 
 

@@ -44,6 +44,11 @@ class Manifest:
         tensors = [(t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors]
         return digest_of((tensors, self.aliases))
 
+    @property
+    def mark(self) -> str:
+        """``digest``, and of the contents as far as they were hashed: what two ranks compare."""
+        return digest_of((self.digest, self.hashes)) if self.hashes else self.digest
+
     def renamed(self, version: str) -> "Manifest":
         """The same tensors as another version, whose bytes nobody has hashed yet."""
         return self._like(version, ())

@@ -153,6 +153,7 @@ class Receiver:
             steps=tuple(steps.items()),
             transport=transport,
             mode=mode,
+            manifest=claimed[1].mark if claimed is not None else "",
         )
         if claimed is not None:
             told = wire.Report.of(session, report)

@@ -14,6 +14,8 @@ class LoadReport:
     ``touched`` is False only if not a byte of the model was changed. ``path`` says how the model
     was loaded (``loader.Path``), ``note`` why not faster and what it left as it was, ``steps`` what
     took how many seconds; ``transport`` and ``mode`` how the bytes came, empty where none did.
+    ``manifest`` names what was loaded (``Manifest.mark``): all ranks of an update were given the
+    same, by however many senders; it stays on this side of the wire.
     """
 
     rank: int
@@ -30,6 +32,7 @@ class LoadReport:
     steps: tuple[tuple[str, float], ...] = ()
     transport: str = ""
     mode: str = ""
+    manifest: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Only numbers, strings and booleans: fit for msgpack and JSON."""

@@ -288,7 +288,8 @@ class Report(Message):
     @classmethod
     def of(cls, session: str, report: LoadReport) -> Self:
         """The report on the wire."""
-        return cls(session=session, **report.as_dict())
+        told = {name: value for name, value in report.as_dict().items() if name in cls.model_fields}
+        return cls(session=session, **told)
 
     def report(self) -> LoadReport:
         """The report off the wire."""
