@@ -370,6 +370,9 @@ class FakeEngine:
     def rank_sockets(self) -> tuple[Path, ...]:
         return tuple(Path(f"/nowhere/rank-{r}.sock") for r in range(self.world))
 
+    async def accepted_manifests(self, session: str) -> tuple[str, ...]:
+        return ("m",) * self.world
+
     def gpu_uuids(self) -> tuple[str | None, ...]:
         return (None,) * self.world
 

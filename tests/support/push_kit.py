@@ -19,18 +19,21 @@ async def push(
 ) -> tuple[SentWeights, str]:
     loop = asyncio.get_running_loop()
     loads: list[asyncio.Future] = []
+    accepted: set[str] = set()
 
     async def load(session: str):
+        accepted.update(await engine.accepted_manifests(session))
         await engine.pause()
         return await engine.load_weights(session, version=version, flush=False, timeout_s=60)
 
-    def accepted(session: str) -> None:
+    def offer(session: str) -> None:
         loads.append(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(load(session), loop),
                                          loop=loop))  # fmt: skip
 
-    sent = await sender.send_async(version, tensors, timeout_s=60, on_accepted=accepted)
+    sent = await sender.send_async(version, tensors, timeout_s=60, on_accepted=offer)
     reports = await loads[0]
     assert all(report.ok for report in reports), reports
+    assert all(accepted) and accepted == {report.manifest for report in reports}
     assert (await engine.clear_caches()).is_complete
     await engine.resume()
     (path,) = {f"{report.path}: {report.note}".rstrip(": ") for report in reports}

@@ -47,6 +47,10 @@ class RanksEngine(FakeEngine):
             self.holds, self.needs_flush = GARBAGE, True
         return tuple(RankReport(**report.as_dict()) for report in reports)
 
+    async def accepted_manifests(self, session: str) -> tuple[str, ...]:
+        assert self.place
+        return tuple(receiver.accepted(session) for receiver in self.place.receivers)
+
     async def clear_caches(self) -> Any:
         if self.before_clear:
             await self.before_clear.wait()

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from rollout_pod.engine.base import RankReport
 from rollout_pod.protocol import Problem, PushStatus, StateDocument, UpdatePhase
 from rollout_pod.server.push_app import make_push_app
 from rollout_pod.supervisor import staging
@@ -198,6 +201,26 @@ async def test_a_sender_that_dies_untouched_leaves_the_old_version_serving(pod: 
     assert (ended.phase, ended.over) == (UpdatePhase.FAILED, True)
     assert "scripted" in ended.message
     assert (await pod.ask(PROMPT, 3)).finish_reason == "length"
+
+
+async def test_ranks_that_were_given_different_tensors_commit_nothing(tmp_path: Path) -> None:
+    """Each report is good by itself."""
+
+    class Apart(FakeEngine):
+        async def load_weights(self, session: str, **more: Any) -> tuple[RankReport, ...]:
+            reports = await super().load_weights(session, **more)
+            return tuple(replace(r, manifest=f"m{r.rank}") for r in reports)
+
+    async with running_pod(tmp_path, engine=Apart(world=2)) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.want(pushed("step-1"))
+        await needs(pod, "step-1")
+        pod.offer("step-1")
+        pod.agent.push("p", "ok")
+        state = await pod.until(lambda s: bool(s.update and s.update.phase == "Failed"))
+        assert "ranks 0 and 1 were given different tensors" in state.update.message
+        assert state.weight_version is None
 
 
 async def test_a_sender_that_dies_midway_poisons_and_the_old_version_comes_back(pod: Pod) -> None:

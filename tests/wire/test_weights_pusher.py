@@ -232,13 +232,14 @@ async def test_two_processes_serve_one_session(place: Place, pod: Pod) -> None:
         assert (await part).session == "both"
 
 
-async def test_two_processes_with_the_tensors_in_two_orders_commit_nothing(
+async def test_two_processes_with_the_tensors_in_two_orders_are_refused(
     place: Place, pod: Pod
 ) -> None:
-    """Each rank has a complete version by its own account; whether it is one, nobody knows."""
+    """Each rank accepts what it is shown; whether it is one version, nobody would know."""
     pod.want(pushed("step-0"))
     await takes_over(place, pod, "step-0", 0)
     pod.want(pushed("step-1"))
+    engine_of(pod).calls.clear()
     joined = threading.Event()
     async with pusher_of(place, ranks=[0]) as one, pusher_of(place, ranks=[1]) as other:
         part = asyncio.create_task(
@@ -247,14 +248,27 @@ async def test_two_processes_with_the_tensors_in_two_orders_commit_nothing(
                 timeout_s=20, on_accepted=lambda _: joined.set(),
             )
         )  # fmt: skip
-        with pytest.raises(PushFailed, match="ranks 0 and 1 were given different tensors"):
+        with pytest.raises(PushRefused, match="all of them send the same ones in one order"):
             await one.push_async(
                 "step-1", mixed_tensors(1), session="both", timeout_s=20,
                 on_accepted=lambda _: joined.wait(10) or None,
             )  # fmt: skip
-        await part
-    state = await pod.until(lambda s: s.needs == "step-1")
-    assert (state.phase, state.weight_version) == ("Poisoned", None), "no mix is served"
+        other.cancel()
+        with pytest.raises(PushFailed):
+            await part
+    assert (pod.state.phase, pod.state.weight_version) == ("Serving", "step-0")
+    assert engine_of(pod).calls == [], "nobody was interrupted"
+    await takes_over(place, pod, "step-1", 1)
+
+
+async def test_one_of_two_processes_alone_interrupts_nobody(place: Place, pod: Pod) -> None:
+    pod.want(pushed("step-1"))
+    engine_of(pod).calls.clear()
+    async with pusher_of(place, ranks=[0]) as one:
+        with pytest.raises(PushRefused, match="rank 1 accepted nothing of it"):
+            await one.push_async("step-1", mixed_tensors(1), session="both", timeout_s=20)
+    assert (pod.state.phase, pod.state.weight_version) == ("Serving", "base")
+    assert engine_of(pod).calls == []
     await takes_over(place, pod, "step-1", 1)
 
 

@@ -348,6 +348,14 @@ class Engine(Protocol):
             EngineHungError: a rank did not report in time: the engine is started again.
         """
 
+    async def accepted_manifests(self, session: str) -> tuple[str, ...]:
+        """What each rank, by global rank, has accepted of ``session`` and waits to load, as
+        ``RankReport.manifest``; empty where it has accepted nothing. Serving is not touched.
+
+        Raises:
+            EngineError: not every rank answers.
+        """
+
     async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:
         """Let every rank take the buckets of ``session`` to memory of its device that was reserved
         for it, while the engine serves. Returns as soon as all have begun; the sender gets their

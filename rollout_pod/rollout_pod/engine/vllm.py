@@ -446,6 +446,10 @@ class VllmEngine:
         call = (session, version, flush, timeout_s, self._cpu_repairs)
         return await self._called().reports("rollout_load_weights", call, version, timeout_s)
 
+    async def accepted_manifests(self, session: str) -> tuple[str, ...]:
+        """See ``Engine``."""
+        return tuple(await self._on_ranks("rollout_accepted", (session,), _CALL_S))
+
     async def stage_weights(self, session: str, *, version: str, timeout_s: float) -> None:
         """See ``Engine``."""
         problems = await self._on_ranks(

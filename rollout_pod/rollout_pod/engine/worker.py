@@ -109,6 +109,10 @@ class RolloutWorker:
             "gpu_uuid": device.uuid if device is not None else None,
         }
 
+    def rollout_accepted(self, session: str) -> str:
+        """See ``Receiver.accepted``."""
+        return self._rollout_receiver.accepted(session)
+
     def rollout_load_weights(
         self, session: str, version: str, flush: bool, timeout_s: float, repair: bool
     ) -> dict[str, Any]:

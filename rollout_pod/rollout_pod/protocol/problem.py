@@ -38,6 +38,8 @@ class ProblemCode(StrEnum):
     """409: another sender's session, or another load, is on."""
     STALE_SESSION = "stale_session"
     """409: the session belongs to an earlier start of the pod, or is over."""
+    NOT_ACCEPTED = "not_accepted"
+    """409: not every rank has accepted the session, or not the same tensors."""
     ASLEEP = "asleep"
     """409: the engine sleeps; wake it first."""
     CACHE_IN_USE = "cache_in_use"

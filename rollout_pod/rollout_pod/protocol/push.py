@@ -71,6 +71,9 @@ class PushOffer(_Document):
     mode: Literal["bucketed", "direct"]
     reason: Annotated[str, Field(max_length=4000)] = ""
     """Why transport and mode are not the fastest ones; empty if they are."""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Global numbers of those that this sender serves; None: all. Of the others' the pod asks the
+    ranks themselves."""
 
 
 class PushGiveUp(_Document):

@@ -86,6 +86,7 @@ def make_push_app(supervisor: Supervisor, *, shm_dir: Path) -> FastAPI:
     )
     async def offer(body: PushOffer) -> PushStatus:
         """Take a session whose manifest every rank has accepted; the same one again is the same."""
+        await pushes.compare_parts(body)
         return pushes.offer(body)
 
     @app.get("/v1/push/sessions/{session}", responses=problems(404, 422, 500))

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout_pod.engine.base import Engine
+from rollout_pod.engine.base import Engine, EngineError
 from rollout_pod.protocol import (
     ProblemCode,
     PushOffer,
@@ -77,6 +77,38 @@ class Pushing:
             update_timeout_s=desired.update_timeout_s if desired else 600.0,
             gpu_uuids=self.engine.gpu_uuids(),
         )
+
+    async def compare_parts(self, offer: PushOffer) -> None:
+        """Of a session of several senders: see that all ranks have accepted it, and the same
+        tensors. Only the ranks know: each sender knows of its own.
+
+        Raises:
+            NoRanks: they cannot be asked.
+            PushRefused: which of them have not.
+        """
+        self._check_up()
+        info = self.board.state.info
+        if offer.ranks is None or offer.session in self._offers or info is None:
+            return
+        if set(offer.ranks) >= set(range(info.world_size)):
+            return
+        try:
+            accepted = await self.engine.accepted_manifests(offer.session)
+        except EngineError as error:
+            raise NoRanks(str(error)) from error
+        missing = [str(rank) for rank, manifest in enumerate(accepted) if not manifest]
+        if missing:
+            raise PushRefused(
+                ProblemCode.NOT_ACCEPTED,
+                f"session {offer.session}: rank {', '.join(missing)} accepted nothing of it: offer "
+                "it when the other senders' ranks have accepted theirs",
+            )
+        if len(set(accepted)) > 1:
+            raise PushRefused(
+                ProblemCode.NOT_ACCEPTED,
+                f"session {offer.session}: its senders show different tensors, or the same in "
+                "another order: all of them send the same ones in one order",
+            )
 
     def offer(self, offer: PushOffer) -> PushStatus:
         """Take an offer; the same one again is the same.

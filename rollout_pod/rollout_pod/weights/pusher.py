@@ -315,7 +315,7 @@ class Pusher:
             offer = PushOffer(
                 session=name, boot_id=target.boot_id, version=version, bytes=agreed.bytes,
                 tensors=agreed.tensors, transport=agreed.transport, mode=agreed.mode,
-                reason=agreed.reason[:4000],
+                reason=agreed.reason[:4000], ranks=self._placement.ranks,
             )  # fmt: skip
             self._link.offer(offer)
             watch.start()

@@ -79,6 +79,12 @@ class Receiver:
         self._talker.close()
         self._memories.close()
 
+    def accepted(self, session: str) -> str:
+        """``Manifest.mark`` of a session that this rank has accepted and not yet loaded; empty
+        where there is none of this name.
+        """
+        return self._talker.accepted(session)
+
     def load(
         self,
         session: str,

@@ -134,6 +134,15 @@ class Talker:
         self._notify()  # from now on the thread looks after the sender
         return (current, current.manifest), ""
 
+    def accepted(self, session: str) -> str:
+        """``Manifest.mark`` of a session that is accepted and waits to be loaded; else empty."""
+        with self.lock:
+            current = self._current
+            if current is None or current.session != session or current.failure:
+                return ""
+            manifest = current.manifest if current.phase == "accepted" else None
+            return manifest.mark if manifest is not None else ""
+
     def post(self, peer: bytes, message: wire.Message, wait_s: float = 0.0) -> bool:
         """Send from the loading thread. With ``wait_s`` wait so long at most until it is sent, and
         return whether it was, to a peer that is not known to be gone: who waits leaves the
