@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,20 @@ def test_every_byte_is_read(tmp_path: Path, shards: int, monkeypatch) -> None:
         name: bytes(tensor.reshape(-1).view(torch.uint8).numpy())
         for name, tensor in tensors.items()
     }
+
+
+def test_shards_are_read_side_by_side(tmp_path: Path, monkeypatch) -> None:
+    """One reader alone gets a fraction of what a network file system has to give."""
+    tensors = {name: torch.full((1000,), float(i)) for i, name in enumerate("ab")}
+    path = write_checkpoint(tmp_path, tensors, shards=2)
+    preadv, both = os.preadv, threading.Barrier(2, timeout=5)
+
+    def meet(*args: Any) -> int:
+        both.wait()
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", meet)
+    assert read(path) == {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def test_files_that_the_index_does_not_name_are_ignored(tmp_path: Path) -> None:

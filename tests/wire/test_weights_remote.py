@@ -95,6 +95,26 @@ def test_every_byte_is_read(
     assert {seen.headers.get("Accept-Encoding") for seen in server.seen} == {"identity"}
 
 
+@pytest.mark.parametrize("at", ["headers", "tensors"])
+def test_shards_are_read_side_by_side(server: FileServer, tmp_path: Path, at: str) -> None:
+    """One connection alone gets a fraction of what a store has to give."""
+    tensors = {name: torch.full((1000,), float(i)) for i, name in enumerate("ab")}
+    url = server.publish("v", write_checkpoint(tmp_path, tensors, shards=2))
+    both = threading.Barrier(2, timeout=5)
+
+    def meet(*_: object) -> bool:
+        both.wait()
+        return False
+
+    for path in server.files:
+        if path.endswith(".safetensors"):
+            server.faults[path] = [meet] if at == "headers" else [lambda *_: False, meet]
+    # patience, so that no second try comes to the meeting instead
+    assert read(RemoteSource(url, replace(QUICK, stall_s=20))) == raw_of(tensors)
+    assert not both.broken, "one came alone"
+    assert not any(server.faults.values()), "nobody came"
+
+
 def test_nothing_but_the_agents_choice_of_source_is_needed(server: FileServer, tmp_path: Path):
     url = server.publish("a b%", write_checkpoint(tmp_path, mixed_tensors(1)))
     assert read(source_of(url.replace(" ", "%20").replace("b%", "b%25"))) == raw_of(
