@@ -114,7 +114,7 @@ async def _update(
         (result,) = (await adapter.update_weights(weights, global_steps=number)).values()
         seconds = time.perf_counter() - started
         await load
-        state = ctl.state()
+        state = pod.until(lambda s: s.update is not None and s.update.seconds.paused is not None)
     update = state.update
     assert update is not None
     assert (update.target, update.phase) == (f"step-{number}", "Committed"), update
