@@ -41,6 +41,8 @@ class FakePodAdmin:
         """Every Authorization that came; None: none."""
         self.fence = False
         self.refuse = False
+        self.full = False
+        """Whether its run folder has no space left."""
         self.state = StateDocument(
             revision=1,
             boot_id=uuid.uuid4().hex,
@@ -87,6 +89,8 @@ class FakePodAdmin:
         document = DesiredDocument.model_validate_json(await request.read())
         if self.refuse:
             return _problem(422, "invalid_field", "made to refuse")
+        if self.full:
+            return _problem(507, "store_failed", "run folder /run: No space left on device")
         known = self.documents[-1] if self.documents else None
         lower = known is not None and document.generation < known.generation
         if self.fence or lower:

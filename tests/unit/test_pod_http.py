@@ -1,7 +1,9 @@
 """Both ports over ASGI: stable codes, no body that reaches the engine by mistake."""
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -58,6 +60,10 @@ def problem(answer: httpx.Response) -> Problem:
     body = Problem.model_validate_json(answer.content)
     assert body.status == answer.status_code
     return body
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_generate(data: httpx.AsyncClient) -> None:
@@ -321,6 +327,24 @@ async def test_a_sleep_that_makes_no_sense_is_refused_by_name(
 
 def test_sleep_is_both_tags_at_level_1_in_one_order() -> None:
     assert SleepSpec() == SleepSpec.model_validate({"tags": ["kv_cache", "weights"], "level": 1})
+
+
+async def test_a_full_run_folder_fails_a_put_with_its_remedy(
+    admin: httpx.AsyncClient, pod: Pod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = pod.supervisor.board.desired
+    document = DesiredDocument(owner="o", generation=7, weights=ref("step-1"))
+    with monkeypatch.context() as full:
+        full.setattr("rollout_pod.supervisor.store.os.replace", no_space)
+        answer = await admin.put("/admin/v1/desired", content=document.model_dump_json())
+    told = problem(answer)
+    assert (told.status, told.code) == (507, "store_failed")
+    assert told.detail.startswith(f"run folder {tmp_path / 'run'}: No space left on device; ")
+    assert "ephemeral-storage" in told.detail
+    assert pod.supervisor.board.desired == before
+    answer = await admin.put("/admin/v1/desired", content=document.model_dump_json())
+    assert answer.status_code == 200
+    await pod.serving("step-1")
 
 
 async def test_clear_caches(admin: httpx.AsyncClient, pod: Pod) -> None:

@@ -1,7 +1,12 @@
 """The supervisor on the fakes: every step, twice, late, out of order, and with a death in it."""
 
 import asyncio
+import errno
+import itertools
+import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,9 +25,33 @@ from rollout_pod.protocol import (
 from rollout_pod.supervisor import staging
 from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
 from rollout_pod.supervisor.state import BASE
+from rollout_pod.supervisor.store import Record, Store, StoreError
 from rollout_pod.supervisor.supervisor import Fenced, PodFailed, PreconditionFailed
 from tests.support.fakes import FakeAgent, FakeEngine, fake_tokens
 from tests.support.pods import LONG, PROMPT, Pod, check_tokens, ref, running_pod, start_long
+
+
+def fill_disk(
+    monkeypatch: pytest.MonkeyPatch, *, room: int = 0, number: int = errno.ENOSPC
+) -> None:
+    """Let ``room`` more files be written, then none."""
+    left = itertools.count(room, -1)
+    real = tempfile.NamedTemporaryFile
+
+    def opened(*args: Any, **more: Any) -> Any:
+        file = real(*args, **more)
+        if next(left) <= 0:
+            file.write = full
+        return file
+
+    def full(_: bytes) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", opened)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(autouse=True)
@@ -502,6 +531,67 @@ async def test_a_dead_engine_ends_the_process(tmp_path: Path, when: str) -> None
         with pytest.raises(PodFailed, match=cause):
             await asyncio.wait_for(asyncio.shield(pod.task), 5)
         assert not pod.state.ready and pod.state.phase == "Failed"
+
+
+async def test_a_full_run_folder_ends_the_process_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pod(tmp_path) as pod:
+        pod.want()
+        await pod.serving("base")
+        pod.want(ref("step-1"))
+        fill_disk(monkeypatch)
+        cause = f"run folder {tmp_path}: No space left on device; .*ephemeral-storage"
+        with pytest.raises(PodFailed, match=cause):
+            await asyncio.wait_for(asyncio.shield(pod.task), 5)
+        assert not pod.state.ready and pod.state.phase == "Failed"
+        monkeypatch.undo()
+    async with running_pod(tmp_path) as pod:  # there is room again
+        await pod.serving("step-1")
+
+
+@pytest.mark.parametrize("room", [0, 1], ids=["document", "record"])
+async def test_a_document_that_cannot_be_kept_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    agent = FakeAgent()
+    agent.send_script["step-2"] = ["midway"] * 3
+    async with running_pod(tmp_path, agent=agent) as pod:
+        pod.want(ref("step-1"))
+        await pod.serving("step-1")
+        pod.want(ref("step-2"))
+        await pod.until(lambda s: s.rejected is not None and s.phase == "Serving")
+        before = (pod.supervisor.board.desired, pod.supervisor.board.state)
+        files = contents(tmp_path)
+        with monkeypatch.context() as full:
+            fill_disk(full, room=room)
+            with pytest.raises(StoreError):
+                pod.want(ref("step-3"))
+        assert (pod.supervisor.board.desired, pod.supervisor.board.state) == before
+        assert contents(tmp_path) == files
+        await asyncio.sleep(0.05)
+        assert (await pod.ask(PROMPT, 3)).weight_versions[0].version == "step-1"
+        pod.want(ref("step-3"))
+        await pod.serving("step-3")
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "free space"), (errno.EDQUOT, "free space"), (errno.EROFS, "may write")],
+)
+def test_a_store_that_cannot_write_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    store = Store(tmp_path)
+    store.write_record(Record(last_committed=ref("step-1")))
+    fill_disk(monkeypatch, number=number)
+    with pytest.raises(
+        StoreError, match=f"^run folder {tmp_path}: {os.strerror(number)}; "
+    ) as told:
+        store.write_record(Record(last_committed=ref("step-2")))
+    assert remedy in str(told.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+    assert store.read_record().last_committed == ref("step-1")
 
 
 async def test_an_engine_that_does_not_let_go_is_dead(

@@ -128,6 +128,18 @@ async def test_a_pod_that_refused_is_told_again(monkeypatch: pytest.MonkeyPatch)
         assert ("Warning", "DocumentRefused") in b.server.events()
 
 
+async def test_a_pod_with_no_room_for_what_it_is_told_is_told_of(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rollout_operator.steer._REFUSED_RETRY_S", 1.0)
+    async with bench() as b:
+        admin = await b.serving()
+        admin.full = True
+        b.patch(paused=True)
+        await b.ready("DocumentRefused", "False")
+        assert "No space left on device" in b.message()
+        admin.full = False
+        await b.ready("Paused")
+
+
 async def test_an_operator_behind_the_times_reads_afresh_and_destroys_nothing():
     async with bench() as b:
         admin = await b.serving()

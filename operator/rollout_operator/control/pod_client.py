@@ -191,6 +191,6 @@ def _problem(status: int, data: bytes) -> PodError:
         return Unauthorized(text)
     if problem.code is ProblemCode.FENCED:
         return Fenced(text)
-    if status in (400, 409, 422):
+    if status in (400, 409, 422, 507):  # 507: it has no room to keep it
         return Refused(text)
     return Unreachable(f"HTTP {status}: {text}")

@@ -52,6 +52,8 @@ class ProblemCode(StrEnum):
     """502: the weights agent of this node failed, or is not there."""
     NOT_SUPPORTED = "not_supported"
     """501: the engine cannot do this as it was started."""
+    STORE_FAILED = "store_failed"
+    """507: the run folder is full, or cannot be written; nothing has changed."""
     ENGINE_ERROR = "engine_error"
     INTERNAL = "internal"
 

@@ -43,7 +43,7 @@ def make_admin_app(supervisor: Supervisor, tokens: Tokens, *, head: Head | None 
     def etag(state: StateDocument) -> dict[str, str]:
         return {"ETag": f'"{state.boot_id}:{state.revision}"'}
 
-    @app.put("/admin/v1/desired", responses=problems(400, 401, 409, 412, 413, 422, 500))
+    @app.put("/admin/v1/desired", responses=problems(400, 401, 409, 412, 413, 422, 500, 507))
     async def put_desired(
         document: DesiredDocument,
         response: Response,

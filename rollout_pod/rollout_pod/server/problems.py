@@ -26,6 +26,7 @@ from rollout_pod.protocol import PROBLEM_MEDIA_TYPE, Problem, ProblemCode
 from rollout_pod.protocol.problem import FieldError
 from rollout_pod.supervisor.caches import CachesInUse, EngineAsleep, EngineNotUp
 from rollout_pod.supervisor.pushing import NoRanks, PushRefused, UnknownSession
+from rollout_pod.supervisor.store import StoreError
 from rollout_pod.supervisor.supervisor import Fenced, PreconditionFailed
 from rollout_pod.weights.agent_client import AgentClientError
 
@@ -90,6 +91,7 @@ _KNOWN: Mapping[type, tuple[int, ProblemCode, str, str]] = {
     RankTaken: (409, ProblemCode.RANK_TAKEN, "Rank taken", ""),
     UnknownRank: (422, ProblemCode.INVALID_FIELD, "Unknown rank", ""),
     AgentClientError: (502, ProblemCode.WEIGHTS_AGENT, "The weights agent failed", ""),
+    StoreError: (507, ProblemCode.STORE_FAILED, "Not kept", ""),
     EngineAsleep: (409, ProblemCode.ASLEEP, "Asleep", ""),
     CachesInUse: (503, ProblemCode.CACHE_IN_USE, "Caches in use", ""),
     EngineError: (400, ProblemCode.ENGINE_ERROR, "Refused by the engine", ""),

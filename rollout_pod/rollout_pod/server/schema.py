@@ -29,6 +29,7 @@ _MEANINGS = {
     500: "The fault is the pod's",
     502: "The weights agent of this node failed",
     503: "Not now: ask again, here or elsewhere",
+    507: "The pod's run folder is full, or cannot be written; nothing has changed",
 }
 
 

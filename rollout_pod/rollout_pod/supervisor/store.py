@@ -1,9 +1,12 @@
 """The two files on the pod's own volume that outlive a restart of the container."""
 
+import errno
 import os
 import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -11,6 +14,12 @@ from rollout_pod.protocol import DesiredDocument, WeightsRef
 from rollout_pod.supervisor.state import PodState
 
 M = TypeVar("M", bound=BaseModel)
+
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+
+
+class StoreError(Exception):
+    """The run folder cannot be written; the message names it, the cause and the remedy."""
 
 
 class Record(BaseModel):
@@ -53,17 +62,28 @@ class Store:
                 return document
         return None
 
-    def write_desired(self, document: DesiredDocument) -> None:
-        """Keep the accepted document."""
-        _write(self._folder / "desired.json", document)
+    def write_desired(self, document: DesiredDocument, record: Record | None = None) -> None:
+        """Keep the accepted document, and with it the record, if it changes the record.
+
+        Raises:
+            StoreError: the folder is full, or cannot be written; what was kept before is kept.
+        """
+        # The record first: if only that is kept, a version is tried once more than it needed. With
+        # only the document, one that was asked for again would stay rejected.
+        records = {"record.json": record} if record is not None else {}
+        _write(self._folder, {**records, "desired.json": document})
 
     def read_record(self) -> Record:
         """What was kept last; empty for a new pod."""
         return _read(self._folder / "record.json", Record) or Record()
 
     def write_record(self, record: Record) -> None:
-        """Keep the record."""
-        _write(self._folder / "record.json", record)
+        """Keep the record.
+
+        Raises:
+            StoreError: the folder is full, or cannot be written; what was kept before is kept.
+        """
+        _write(self._folder, {"record.json": record})
 
 
 def _read(path: Path | None, model: type[M]) -> M | None:
@@ -75,10 +95,31 @@ def _read(path: Path | None, model: type[M]) -> M | None:
         return None
 
 
-def _write(path: Path, document: BaseModel) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        # No fsync: it takes as long as a whole cancel, and guards against a loss of power only,
-        # after which the document is sent again and the record is made again.
-        file.write(document.model_dump_json().encode())
-    os.replace(file.name, path)
+def _write(folder: Path, documents: Mapping[str, BaseModel]) -> None:
+    drafts: list[tuple[str, Path]] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, document in documents.items():
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=name, delete=False) as file:
+                drafts.append((file.name, folder / name))
+                # No fsync: it takes as long as a whole cancel, and guards against a loss of power
+                # only, after which the document is sent again and the record is made again.
+                file.write(document.model_dump_json().encode())
+        # only now: a disk that is full is so before anything was replaced
+        for draft, path in drafts:
+            os.replace(draft, path)
+    except OSError as error:
+        raise StoreError(_explain(folder, error)) from error
+    finally:
+        for draft, _ in drafts:
+            with suppress(OSError):  # mostly gone: it has become the file itself
+                os.unlink(draft)
+
+
+def _explain(folder: Path, error: OSError) -> str:
+    remedy = (
+        "free space there, or give the pod more ephemeral-storage"
+        if error.errno in _FULL
+        else "name one that this process may write to"
+    )
+    return f"run folder {folder}: {error.strerror or error}; {remedy}"

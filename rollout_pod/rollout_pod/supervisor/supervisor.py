@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -36,8 +36,8 @@ from rollout_pod.supervisor.ports import WeightsAgent
 from rollout_pod.supervisor.pushing import Pushing
 from rollout_pod.supervisor.sleeping import Sleeping
 from rollout_pod.supervisor.staging import Staging
-from rollout_pod.supervisor.state import EngineStatus, is_ready, phase_of
-from rollout_pod.supervisor.store import Store, record_of
+from rollout_pod.supervisor.state import EngineStatus, PodState, is_ready, phase_of
+from rollout_pod.supervisor.store import Store, StoreError, record_of
 from rollout_pod.supervisor.transfer import Transfer
 
 log = structlog.get_logger(__name__)
@@ -55,7 +55,7 @@ class PreconditionFailed(Exception):
 
 
 class PodFailed(Exception):
-    """The process has to end; the message is the engine's last error line."""
+    """The process has to end; the message says why: mostly the engine's last error line."""
 
 
 @dataclass
@@ -130,6 +130,7 @@ class Supervisor:
             InvalidField: a trainer is to push to several nodes.
             Fenced: another owner, or a lower generation than the one in force.
             PreconditionFailed: ``if_match`` (``<boot_id>:<revision>``) is not the present state.
+            StoreError: the document cannot be kept; the one before stays in force.
         """
         if self.gather is not None and document.weights and document.weights.is_pushed:
             raise InvalidField(
@@ -146,12 +147,16 @@ class Supervisor:
             if document.generation < current.generation:
                 raise Fenced(f"generation {document.generation} is older than {current.generation}")
         if document != current:
-            self.store.write_desired(document)
-            self.board.desired = document
+            state = self.board.state
             if current is None or document.weights != current.weights:
-                self._forget_failures()
+                state = _without_failures(state)
+                self.store.write_desired(document, record_of(state))
+            else:
+                self.store.write_desired(document)
+            # nothing fails from here on: a document that was refused must not be in force
+            self.board.desired = document
             self._note_generation()
-            self.board.publish()
+            self.board.set(state)
             self._wake.set()
         return self.board.document()
 
@@ -220,7 +225,8 @@ class Supervisor:
         """Run until drained.
 
         Raises:
-            PodFailed: the engine did not start, died, or cannot be repaired in place.
+            PodFailed: the engine did not start, died, or cannot be repaired in place; or the run
+                folder cannot be written.
         """
         heartbeat = asyncio.create_task(
             Heartbeat(
@@ -250,8 +256,9 @@ class Supervisor:
         log.debug("step", step=type(step).__name__)
         try:
             await self._do(step)
-        except (EngineDeadError, EngineError) as error:
-            # one that cannot pause, resume or take a name cannot be steered
+        except (EngineDeadError, EngineError, StoreError) as error:
+            # one that cannot pause, resume or take a name cannot be steered; and what is not
+            # recorded must not be served: a restart would not know of it
             self._faults.fail_engine(str(error))
 
     async def _do(self, step: plan.Step) -> None:
@@ -337,7 +344,7 @@ class Supervisor:
             self.gate.generation = self.board.desired.generation
             self.gate.keeps = self.board.desired.interruption.mode is InterruptionMode.KEEP
 
-    def _forget_failures(self) -> None:
-        """``weights`` changed: everything may be tried again."""
-        self.board.change(rejected=None, rejected_message=None, load_failures=(), stage_failures=())
-        self.store.write_record(record_of(self.board.state))
+
+def _without_failures(state: PodState) -> PodState:
+    """``weights`` changed: everything may be tried again."""
+    return replace(state, rejected=None, rejected_message=None, load_failures=(), stage_failures=())
