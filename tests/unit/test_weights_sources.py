@@ -1,5 +1,6 @@
 """Folders of safetensors, whole and broken."""
 
+import errno
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ from safetensors.torch import save
 
 from rollout_pod.weights import sources
 from rollout_pod.weights.buckets import make_plan
+from rollout_pod.weights.source_kinds import FolderSource
 from rollout_pod.weights.sources import INDEX, SourceError, open_checkpoint, read_tensors
 from tests.support.weights import mixed_tensors, write_checkpoint
 
@@ -279,6 +281,46 @@ def test_reading_that_goes_wrong(tmp_path: Path, what: str) -> None:
     with pytest.raises(SourceError, match=words[what]) as caught:
         read_tensors(checkpoint, memoryview(bytearray(4096)), [0], progress=progress, cancel=cancel)
     assert caught.value.retryable
+
+
+@pytest.mark.parametrize("what", ["cancelled", "Input/output error"])
+def test_a_read_goes_on_from_the_pieces_that_are_there(
+    tmp_path: Path, monkeypatch, what: str
+) -> None:
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(sources, "READERS", 1)
+    tensors = {"a": torch.arange(1000.0)}
+    source = FolderSource(write_checkpoint(tmp_path, tensors))
+    checkpoint = source.open(threading.Event())
+    preadv, asked, broken = os.preadv, [], threading.Event()
+
+    def count(fd: int, buffers: list[memoryview], position: int) -> int:
+        asked.append(position - checkpoint.tensors[0].position)
+        if broken.is_set():
+            raise OSError(errno.EIO, what)
+        return preadv(fd, buffers, position)
+
+    monkeypatch.setattr(os, "preadv", count)
+    target, done, told = bytearray(4000), set(), []
+    cancel = threading.Event()
+
+    def progress(nbytes: int) -> None:
+        (cancel if what == "cancelled" else broken).set()
+
+    with pytest.raises(SourceError, match=what):
+        source.read(
+            checkpoint, memoryview(target), [0], done=done, progress=progress, cancel=cancel
+        )
+    assert len(done) == 1 and asked[0] == 0
+    asked.clear()
+    broken.clear()
+    source.read(
+        checkpoint, memoryview(target), [0], done=done, progress=told.append,
+        cancel=threading.Event(),
+    )  # fmt: skip
+    assert asked == [1000, 2000, 3000], "each missing piece once, and no other"
+    assert told == [1000] * 4, "what was there is counted too"
+    assert target == tensors["a"].numpy().tobytes()
 
 
 def test_a_file_that_was_there_for_a_while_only_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
