@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +415,68 @@ async def test_push_of_something_else(two_ranks: Place, what: str) -> None:
         assert not report.ok
         assert "the sender gave up" in report.error
     assert two_ranks.segments() == []
+
+
+class FakeRank:
+    """A rank that takes whatever it is sent, and reports what a test wants."""
+
+    def __init__(self, place: Place, **changes: Any) -> None:
+        self.path = place.run_dir / "ranks" / "fake.sock"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.changes = changes
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.bind(f"ipc://{self.path}")
+
+    async def serve(self) -> None:
+        """Until the report."""
+        told = None
+        while not isinstance(told, wire.Report):
+            peer, raw = await self.socket.recv_multipart()
+            told = self.answer(wire.decode_to_rank(raw))
+            await self.socket.send_multipart([peer, wire.encode(told)])
+
+    def answer(self, asked: wire.ToRank) -> wire.Message:
+        if isinstance(asked, wire.Hello):
+            return wire.Welcome(
+                session=asked.session, rank=0, world=1, host="pod-0", transport=asked.transport
+            )
+        if isinstance(asked, wire.Offer):
+            return wire.Accepted(session=asked.session)
+        if isinstance(asked, wire.BucketReady):
+            return wire.Ack(session=asked.session, seq=asked.seq, ok=True)
+        assert isinstance(asked, wire.Finish)
+        sound = LoadReport(0, "pod-0", True, "v1", tensors=asked.tensors, bytes=asked.bytes)
+        return wire.Report.of(asked.session, replace(sound, **self.changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tensors": 5}, {"bytes": MANIFEST.nbytes - 1}, {"version": "v0"}],
+    ids=lambda changes: next(iter(changes), "sound"),
+)
+async def test_a_rank_that_says_it_loaded_something_else_is_not_believed(
+    changes: dict[str, Any],
+) -> None:
+    with make_place() as place:
+        rank = FakeRank(place, **changes)
+        serving = asyncio.ensure_future(rank.serve())
+        session = Session("s1", [rank.path], place.shm_dir)
+        try:
+            await asyncio.to_thread(session.greet, 5)
+            await asyncio.to_thread(session.offer, MANIFEST, 5)
+            sending = push(session, TENSORS.items(), MANIFEST)
+            if changes:
+                words = "rank 0 loaded something else: LoadReport"
+                with pytest.raises(TransferFailed, match=words) as caught:
+                    await sending
+                (told,) = caught.value.reports
+            else:
+                (told,) = await sending
+            await serving
+            assert told.ok and vars(told).items() >= changes.items()
+        finally:
+            rank.context.destroy(linger=0)
 
 
 class FakeAgent:
