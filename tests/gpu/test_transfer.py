@@ -156,17 +156,17 @@ def test_copies_of_all_kinds(gpu: Cuda, source: str) -> None:
         unit = dice.choice([1, 2, 4, 8, 16])
         width = unit * dice.randrange(1, 500)
         rows = dice.choice([1, 1, 7, 40])
-        gap = unit * dice.randrange(4)
+        # a part of a wider tensor, or the whole of it: either side may have a gap, or none
+        source_pitch, pitch = (width + unit * dice.randrange(4) for _ in range(2))
         at = -(-at // unit) * unit
         begin = unit * dice.randrange((size - 400_000) // unit)
-        copy = Copy(begin, at, width, rows, width, width + gap)
-        if at + rows * (width + gap) > size:
+        if at + rows * pitch > size:
             break
-        copies.append(copy)
+        copies.append(Copy(begin, at, width, rows, source_pitch, pitch))
         for row in range(rows):
-            t, s = at + row * (width + gap), begin + row * width
+            t, s = at + row * pitch, begin + row * source_pitch
             want[t : t + width] = data[s : s + width]
-        at += rows * (width + gap)
+        at += rows * pitch
     assert len(copies) > 20
     replayer = KernelReplayer(WHERE) if source == "device" else UploadReplayer(gpu)
     moved = [
