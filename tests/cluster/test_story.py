@@ -328,11 +328,13 @@ def test_the_status_tells_what_an_update_took(replica: Replica) -> None:
     settle(replica, "step-1")
     settle(replica, "step-2")
     update = replica.get()["status"]["weightUpdate"]
-    assert update["phase"] == "Committed" and update["transport"] == "shared_memory"
+    assert update["phase"] == "Committed"
+    assert (update["transport"], update["mode"]) == ("shared_memory", "bucketed")
     size = sum(f.stat().st_size for f in (replica.data / "step-2").glob("*.safetensors"))
     assert 0 < update["bytes"] <= size
     assert update["pausedSeconds"] > 0
     assert {"prefetch", "cancel", "transfer", "commit"} <= set(update["seconds"])
+    assert {"load", "finish"} <= set(update["seconds"]["steps"])
 
 
 async def test_deletion_drains(cluster: Cluster, replica: Replica) -> None:
