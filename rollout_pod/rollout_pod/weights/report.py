@@ -1,7 +1,7 @@
 """What one rank says of a load."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 
@@ -32,7 +32,7 @@ class LoadReport:
     steps: tuple[tuple[str, float], ...] = ()
     transport: str = ""
     mode: str = ""
-    manifest: str = ""
+    manifest: str = field(default="", compare=False)  # a report is the same without it
 
     def as_dict(self) -> dict[str, Any]:
         """Only numbers, strings and booleans: fit for msgpack and JSON."""
@@ -45,7 +45,7 @@ class LoadReport:
         Raises:
             ValueError: a required key is missing.
         """
-        known = {field.name for field in fields(cls)}
+        known = {each.name for each in fields(cls)}
         try:
             return cls(**{key: value for key, value in raw.items() if key in known})
         except TypeError as error:
